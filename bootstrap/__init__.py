@@ -1,0 +1,1 @@
+"""Who and where: identity, addresses, discovery, the run file, the seed node."""

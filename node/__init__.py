@@ -1,0 +1,1 @@
+"""Volunteer's program: train, exchange, store, show."""

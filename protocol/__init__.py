@@ -1,0 +1,1 @@
+"""The rules of a round, without input or output, and the simulator that tests them."""
