@@ -1,0 +1,242 @@
+"""What goes into the machine (events), what comes out (effects), and what must survive a crash (records).
+
+Effects are performed in the order given. `Persist` is durable (fsynced) before the next effect is begun: that is how "durable
+before sending" (rule 13) reads in code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .encoding import check_bytes, check_integer, fields, pack, unpack
+from .errors import RemoteProtocolError
+from .manifest import Manifest
+from .messages import Announce, Commit, Frame, Heartbeat, Proposal, Signed
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; also the way to start a machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message whose signatures were verified, from the authenticated peer `link` (its author or a forwarder)."""
+
+    link: str
+    frame: Signed | Heartbeat | Commit
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSeen:
+    """Discovery found a peer of this run; the machine starts to heartbeat it."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Inner steps are done and the contribution is durable. An empty `payload` withholds it (the residual keeps all)."""
+
+    round: int
+    payload: bytes
+    payload_bytes: int
+    steps: int
+    tokens: int
+    duration_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A payload asked for by `Fetch` was checked and stored durably (`rule` empty) or refused under `rule`."""
+
+    announcement: bytes
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateDigest:
+    """The digest of the state after `round`, known once its manifest has been applied."""
+
+    round: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRequested:
+    """The node wants to leave cleanly."""
+
+
+Event = Tick | Received | PeerSeen | Trained | Settled | StateDigest | LeaveRequested
+
+# --- effects --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `frame` to each of `peers`; delivery is not guaranteed, the machine repeats what matters."""
+
+    peers: tuple[str, ...]
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Begin the inner steps of `round` as member `index` of `size`; `budget_ms` from now until the round closes."""
+
+    round: int
+    index: int
+    size: int
+    budget_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reveal:
+    """A Close was accepted: one's own payload may be served and pushed to `peers` from now on."""
+
+    announcement: Signed
+    peers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Obtain and check this announcement's payload, then report `Settled`."""
+
+    announcement: Signed
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """The round is decided: apply the manifest. `own` is this node's announced contribution, committed or not."""
+
+    commit: Commit
+    committed: bool
+    announced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ServeCommits:
+    """`peer` is at `head_round`; send it the commits that follow, which the machine no longer holds in memory."""
+
+    peer: str
+    head_round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something to log and to write to events.jsonl."""
+
+    event: str
+    round: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+Effect = Persist | Send | Train | Reveal | Fetch | Adopt | ServeCommits | Note
+
+# --- records --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """This node announced: after a restart it announces exactly this again."""
+
+    announcement: Signed
+    duration_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class DoorClosed:
+    """The first Close of the round was accepted; only these announcements (by digest) may ever be valid here."""
+
+    parent: bytes
+    eligible: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Voted:
+    """A vote was cast. A precommit for a manifest also carries the proposal and prevotes that lock this node on it."""
+
+    vote: Signed
+    proposal: Signed | None = None
+    prepared: tuple[Signed, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """This node signed a first group."""
+
+    form: Signed
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A manifest and its certificate; the head of this node's chain from now on."""
+
+    commit: Commit
+
+
+Record = Announced | DoorClosed | Voted | Formed | Committed
+
+
+def encode_record(record: Record) -> bytes:
+    """Canonical bytes of a record for the vote log. `Committed` goes to the chain instead and is refused here."""
+    match record:
+        case Announced(announcement, duration_ms):
+            return pack([1, announcement.parts, duration_ms])
+        case DoorClosed(parent, eligible):
+            return pack([2, parent, list(eligible)])
+        case Voted(vote, proposal, prepared):
+            return pack([3, vote.parts, [proposal.parts] if proposal else [], [s.parts for s in prepared]])
+        case Formed(form):
+            return pack([4, form.parts])
+        case Committed():
+            raise ValueError("a Committed record belongs in the chain, not in the vote log")
+
+
+def decode_record(data: bytes) -> Record:
+    """The record whose bytes are `data`; raises RemoteProtocolError when a file holds something else."""
+    value = unpack(data, what="record")
+    kind = value[0] if isinstance(value, list) and value else None
+    if kind == 1:
+        _, parts, duration_ms = fields(value, 3, what="record")
+        announcement = Signed.from_parts(parts)
+        check_integer(duration_ms, 0, 2**40, "duration")
+        if not isinstance(announcement.message, Announce):
+            raise RemoteProtocolError("record", "an announcement record holds another message")
+        return Announced(announcement, duration_ms)
+    if kind == 2:
+        _, parent, eligible = fields(value, 3, what="record")
+        check_bytes(parent, 32, "parent")
+        return DoorClosed(parent, tuple(eligible))
+    if kind == 3:
+        _, vote, proposal, prepared = fields(value, 4, what="record")
+        proposals = [Signed.from_parts(parts) for parts in proposal]
+        if len(proposals) > 1 or any(not isinstance(p.message, Proposal) for p in proposals):
+            raise RemoteProtocolError("record", "a vote record holds at most one proposal")
+        return Voted(
+            Signed.from_parts(vote),
+            proposals[0] if proposals else None,
+            tuple(Signed.from_parts(parts) for parts in prepared),
+        )
+    if kind == 4:
+        _, form = fields(value, 2, what="record")
+        return Formed(Signed.from_parts(form))
+    raise RemoteProtocolError("record", f"unknown record kind {kind!r}")
+
+
+def encode_commit(manifest: Manifest, certificate: tuple[Signed, ...]) -> bytes:
+    """A chain file's bytes."""
+    return pack([manifest.body, [s.parts for s in certificate]])
+
+
+def decode_commit(data: bytes) -> Commit:
+    return Commit.parse(fields(unpack(data, what="commit"), 2, what="commit"))

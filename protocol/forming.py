@@ -1,0 +1,129 @@
+"""The first group of a run without founders: everybody who is there signs one list of members (rule 18).
+
+The lowest peer id among the live candidates proposes once the view has settled; the others sign if they see the same peers
+alive. The group exists when every member of it signed the same incarnation.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .certificates import verify_genesis
+from .errors import RemoteProtocolError
+from .events import Formed, Note, Persist, Send
+from .manifest import GENESIS_ROUND, Member, genesis_manifest
+from .messages import NO_HEAD_ROUND, Commit, Form, Header, Heartbeat, Signed
+from .rules import Rules
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+# Incarnations kept: the newest ones; an older list can no longer be completed by anybody who still signs.
+KEPT_INCARNATIONS = 16
+
+
+class Forming:
+    """The state of a peer that knows no genesis manifest yet."""
+
+    def __init__(self, me: Member, rules: Rules) -> None:
+        self.me = me
+        self.rules = rules
+        self.messages: dict[bytes, Signed] = {}
+        self._forms: dict[tuple[int, tuple[Member, ...]], dict[str, Signed]] = {}
+        self._view: tuple[Member, ...] = ()
+        self._changed = 0.0
+        self._signed_incarnation = -1
+        self._signed_at = 0.0
+        self._waited_noted = -1
+
+    def restore(self, form: Signed) -> None:
+        """A signature of an earlier process: its incarnation is used up."""
+        assert isinstance(form.message, Form)
+        self._signed_incarnation = max(self._signed_incarnation, form.message.incarnation)
+        self._store(form)
+
+    def heard(self, peer: str, beat: Heartbeat, machine: Machine) -> None:
+        """A candidate's heartbeat: send it the Forms it lacks."""
+        for held_id, signed in list(self.messages.items()):
+            if held_id not in beat.held:
+                machine.emit(Send((peer,), signed))
+
+    def receive(self, signed: Signed, machine: Machine) -> None:
+        form = signed.message
+        assert isinstance(form, Form)
+        header = form.header
+        if header.run != self.rules.run or header.parent != self.rules.placeholder_parent() or header.round != GENESIS_ROUND:
+            raise RemoteProtocolError("other-run", f"a Form of another run from {header.sender}")
+        if len(form.members) > self.rules.membership.group_size:
+            raise RemoteProtocolError("group-size", f"a first group of {len(form.members)} members")
+        if self.me in form.members:
+            self._store(signed)
+
+    def check_commit(self, commit: Commit) -> None:
+        verify_genesis(commit, self.rules)
+
+    def advance(self, machine: Machine) -> Commit | None:
+        """Propose or sign a first group where the rules say so; the genesis commit once a group is complete."""
+        for (incarnation, members), forms in self._forms.items():
+            if len(forms) == len(members):
+                del incarnation
+                manifest = genesis_manifest(
+                    self.rules.run, self.rules.genesis_state, members, self.rules.membership.budget_cap_ms
+                )
+                return Commit(manifest, tuple(forms[peer] for peer in sorted(forms)))
+        view = self._live(machine)
+        if view != self._view:
+            self._view, self._changed = view, machine.now
+        if machine.leaving:
+            return None
+        if len(view) < self.rules.membership.min_peers:
+            if self._waited_noted != len(view):
+                self._waited_noted = len(view)
+                fields = {"seen": len(view), "min_peers": self.rules.membership.min_peers}
+                machine.emit(Note("waiting", GENESIS_ROUND, fields))
+            return None
+        self._sign_others(machine, view)
+        settled = machine.now - self._changed >= self.rules.settle_seconds
+        if settled and view[0] == self.me and machine.now - self._signed_at >= self.rules.settle_seconds:
+            self._sign(machine, self._signed_incarnation + 1, view)
+            return self.advance(machine) if len(view) == 1 else None
+        return None
+
+    def _live(self, machine: Machine) -> tuple[Member, ...]:
+        limit = machine.now - self.rules.detection_seconds
+        peers = machine.liveness.peers
+        live = [
+            Member(peer, view.session)
+            for peer, view in peers.items()
+            if view.head_round == NO_HEAD_ROUND and view.last_heard >= limit and not view.leaving
+        ]
+        return tuple(sorted([*live, self.me])[: self.rules.membership.group_size])
+
+    def _sign_others(self, machine: Machine, view: tuple[Member, ...]) -> None:
+        """Sign what the lowest peer of a list proposed, if all of it is alive here and the incarnation is new to us."""
+        for (incarnation, members), forms in list(self._forms.items()):
+            proposed = members[0].peer in forms and self.me.peer not in forms
+            if proposed and incarnation > self._signed_incarnation and set(members) <= set(view):
+                self._sign(machine, incarnation, members)
+
+    def _sign(self, machine: Machine, incarnation: int, members: tuple[Member, ...]) -> None:
+        header = Header(self.rules.run, GENESIS_ROUND, self.rules.placeholder_parent(), self.me.peer, self.me.session)
+        signed = machine.sign(Form(header, incarnation, members))
+        self._signed_incarnation, self._signed_at = incarnation, machine.now
+        machine.emit(Persist(Formed(signed)))
+        self._store(signed)
+        others = tuple(member.peer for member in members if member != self.me)
+        if others:
+            machine.emit(Send(others, signed))
+
+    def _store(self, signed: Signed) -> None:
+        form = signed.message
+        assert isinstance(form, Form)
+        forms = self._forms.setdefault((form.incarnation, form.members), {})
+        if form.header.sender not in forms:
+            forms[form.header.sender] = signed
+            self.messages[signed.held_id] = signed
+        while len(self._forms) > KEPT_INCARNATIONS:
+            oldest = min(self._forms)
+            for old in self._forms.pop(oldest).values():
+                self.messages.pop(old.held_id, None)

@@ -1,0 +1,453 @@
+"""The round, as one peer lives it: `handle(event, now) -> effects`, nothing else.
+
+Two phases with locks over a manifest that is a pure function of signed evidence (the rules are numbered as in docs/protocol.md;
+the agreement core is Tendermint's, Buchman, Kwon and Milosevic 2018, arXiv 1807.04938, with the block replaced by evidence).
+The one law: a vote is durable before it is sent, and nothing sent earlier is ever contradicted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from .certificates import verify_commit
+from .delivery import Delivery, Liveness
+from .errors import LocalProtocolError, RemoteProtocolError
+from .events import (
+    Adopt,
+    Announced,
+    Committed,
+    DoorClosed,
+    Effect,
+    Event,
+    Formed,
+    LeaveRequested,
+    Note,
+    PeerSeen,
+    Persist,
+    Received,
+    Record,
+    Send,
+    ServeCommits,
+    Settled,
+    StateDigest,
+    Tick,
+    Trained,
+    Voted,
+)
+from .evidence import Evidence
+from .forming import Forming
+from .manifest import GENESIS_ROUND, Member, tolerated_liars
+from .messages import NO_HEAD_ROUND, Commit, Form, Frame, Header, Heartbeat, Join, Leave, Message, Signed
+from .round import Round
+from .rules import Rules
+
+# Commits kept in memory to answer peers that are a few rounds behind; older ones are served from the chain on disk.
+RECENT_COMMITS = 32
+# Commits sent in answer to one heartbeat of a peer that is behind.
+COMMITS_PER_ANSWER = 4
+
+
+class Machine:
+    """One peer's side of every round from `head` on.
+
+    `sign` puts this node's signature under a message; `rng` chooses whom to forward to and nothing else; `records` are what an
+    earlier process of the same session persisted, in order. `state_digest` is the digest of the state after `head`, if known.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        rules: Rules,
+        sign: Callable[[Message], Signed],
+        rng: random.Random,
+        *,
+        head: Commit | None,
+        state_digest: bytes | None = None,
+        records: Sequence[Record] = (),
+    ) -> None:
+        self.me = me
+        self.rules = rules
+        self.rng = rng
+        self.head: Commit | None = None
+        self.round: Round | None = None
+        self.liveness = Liveness(rules)
+        self.delivery = Delivery(rules, rng)
+        self.forming = Forming(me, rules)
+        self.leaving = False
+        self.next_wakeup = 0.0
+        self._sign = sign
+        self._now: float | None = None
+        self._effects: list[Effect] = []
+        self._restored = list(records)
+        self._restore_head = head
+        self._state_digest = state_digest
+        self._recent: deque[Commit] = deque(maxlen=RECENT_COMMITS)
+        self._future: dict[str, list[Signed]] = {}
+        self._candidates: set[str] = set()
+        self._member_since: dict[Member, float] = {}
+        self._seen_alive: dict[str, bool] = {}
+        self._next_heartbeat = 0.0
+        self._answered: dict[str, tuple[int, float]] = {}
+
+    # --- the one entry point --------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event at local time `now` (seconds); the effects are to be performed in order."""
+        if self._now is None:
+            self._now = now
+            self._start()
+        if now < self._now:
+            raise LocalProtocolError(f"time went backwards: {now} after {self._now}")
+        self._now = now
+        match event:
+            case Received(link, frame):
+                self._take(link, frame)
+            case PeerSeen(peer):
+                self._see_candidate(peer)
+            case Trained():
+                if self.round is not None and event.round == self.round.number:
+                    self.round.trained = event
+            case Settled(announcement, rule):
+                if self.round is not None:
+                    self.round.settle(announcement, rule)
+            case StateDigest(number, digest):
+                if self.head is not None and number == self.head.manifest.round:
+                    self._state_digest = digest
+            case LeaveRequested():
+                self._leave()
+            case Tick():
+                pass
+        if now >= self._next_heartbeat:
+            self._heartbeat()
+        self._advance()
+        effects, self._effects = self._effects, []
+        return effects
+
+    @property
+    def now(self) -> float:
+        assert self._now is not None
+        return self._now
+
+    @property
+    def state_digest(self) -> bytes | None:
+        """The digest of the state after the head, None while it is being computed."""
+        return self._state_digest
+
+    @property
+    def is_member(self) -> bool:
+        return self.head is not None and self.head.manifest.member(self.me.peer) == self.me
+
+    def emit(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def note(self, event: str, **fields: Any) -> None:
+        number = self.round.number if self.round is not None else GENESIS_ROUND
+        self.emit(Note(event, number, fields))
+
+    def persist(self, record: Record) -> None:
+        self.emit(Persist(record))
+
+    # --- starting and restarting ----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._restore_head is not None:
+            self.head = self._restore_head
+            self._recent.append(self.head)
+            self._begin_round()
+        for record in self._restored:
+            match record:
+                case Formed(form):
+                    self.forming.restore(form)
+                case Announced() | DoorClosed() | Voted():
+                    if self.round is not None:
+                        self.round.restore(record)
+                case Committed():
+                    raise LocalProtocolError("the chain's head is passed as `head`, not as a record")
+        self._restored.clear()
+        if self.round is not None:
+            for signed in self.round.evidence.messages.values():
+                self.delivery.noted(signed.held_id, (), self.now)
+
+    def _begin_round(self) -> None:
+        assert self.head is not None
+        manifest = self.head.manifest
+        self.delivery.reset()
+        self._member_since = {m: self._member_since.get(m, self.now) for m in manifest.group}
+        self.round = Round(self, Evidence(manifest, self.rules))
+        self.round.begin()
+        buffered, self._future = self._future, {}
+        for messages in buffered.values():
+            for signed in messages:
+                self._take(signed.message.header.sender, signed)
+
+    # --- liveness and heartbeats ----------------------------------------------------------------------------------
+
+    def alive(self, member: Member) -> bool:
+        if member == self.me:
+            return True
+        assert self.head is not None
+        at_genesis = self.head.manifest.round == GENESIS_ROUND
+        grace = self.rules.formation_seconds if at_genesis else self.rules.detection_seconds
+        return self.liveness.alive(member, self._member_since.get(member, self.now), grace, self.now)
+
+    def leaving_member(self, member: Member) -> bool:
+        view = self.liveness.peers.get(member.peer)
+        return view is not None and view.session == member.session and view.leaving
+
+    def heard_members(self) -> int:
+        """Members really heard within the detection time, oneself included: no grace."""
+        assert self.head is not None
+        limit = self.now - self.rules.detection_seconds
+        peers = self.liveness.peers
+        return sum(
+            member == self.me
+            or ((view := peers.get(member.peer)) is not None and view.session == member.session and view.last_heard >= limit)
+            for member in self.head.manifest.group
+        )
+
+    def others(self) -> tuple[str, ...]:
+        """Members of the current group but oneself."""
+        if self.head is None:
+            return ()
+        return tuple(member.peer for member in self.head.manifest.group if member.peer != self.me.peer)
+
+    def _audience(self) -> list[str]:
+        """Whom to heartbeat: the group, those who heartbeat us from outside it, and peers discovery found."""
+        group = dict.fromkeys(self.others())
+        outside = [p for p in self.liveness.peers if p not in group and p != self.me.peer][: self.rules.max_observers]
+        candidates = [p for p in sorted(self._candidates) if p not in group and p not in outside]
+        return [*group, *outside, *candidates[: self.rules.max_observers]]
+
+    def _heartbeat(self) -> None:
+        self._next_heartbeat = self.now + self.rules.heartbeat_seconds
+        self.liveness.forget_silent(self.others(), self.now)
+        self._candidates -= set(self.liveness.peers)
+        audience = self._audience()
+        if audience:
+            self.emit(Send(tuple(audience), self.own_heartbeat()))
+        self._note_liveness()
+
+    def own_heartbeat(self) -> Heartbeat:
+        manifest = self.head.manifest if self.head else None
+        held = frozenset(self.round.evidence.messages) if self.round else frozenset(self.forming.messages)
+        return Heartbeat(
+            self.rules.run,
+            self.me.session,
+            manifest.round if manifest else NO_HEAD_ROUND,
+            manifest.digest if manifest else self.rules.run,
+            self.round.attempt if self.round else 0,
+            self.leaving,
+            held,
+        )
+
+    def _note_liveness(self) -> None:
+        """One note per change of a member's state, none while it lasts."""
+        if self.head is None:
+            return
+        now_alive = {m.peer: self.alive(m) for m in self.head.manifest.group if m != self.me}
+        for peer, alive in now_alive.items():
+            heard = peer in self.liveness.peers
+            if self._seen_alive.get(peer) != alive and (heard or not alive):
+                self._seen_alive[peer] = alive
+                self.note("peer_up" if alive else "peer_down", peer=peer)
+        for peer in set(self._seen_alive) - set(now_alive):
+            del self._seen_alive[peer]
+
+    def _see_candidate(self, peer: str) -> None:
+        if peer != self.me.peer and peer not in self.liveness.peers and len(self._candidates) < self.rules.max_observers:
+            self._candidates.add(peer)
+
+    # --- receiving ------------------------------------------------------------------------------------------------
+
+    def _take(self, link: str, frame: Frame) -> None:
+        """Receive, and turn a refusal into a note that names the peer and the rule."""
+        try:
+            self._receive(link, frame)
+        except RemoteProtocolError as error:
+            author = frame.message.header.sender if isinstance(frame, Signed) else link
+            self.note("refused", peer=author, link=link, rule=error.rule, detail=error.detail)
+
+    def _receive(self, link: str, frame: Frame) -> None:
+        match frame:
+            case Heartbeat():
+                self._receive_heartbeat(link, frame)
+            case Commit():
+                self._receive_commit(frame)
+            case Signed():
+                self._receive_signed(link, frame)
+
+    def _receive_heartbeat(self, link: str, beat: Heartbeat) -> None:
+        if beat.run != self.rules.run:
+            raise RemoteProtocolError("other-run", f"a heartbeat of another run from {link}")
+        if link == self.me.peer:
+            return
+        self.liveness.heard(link, beat, self.now)
+        mine = self.head.manifest.round if self.head else NO_HEAD_ROUND
+        if beat.head_round < mine:
+            self._answer_with_commits(link, beat.head_round)
+        elif self.head is not None and self.round is not None and beat.head == self.head.manifest.digest:
+            for signed in self.delivery.missing(self.round.evidence, link, beat.held, self.now):
+                self.emit(Send((link,), signed))
+        elif self.head is None and beat.head_round == mine:
+            self.forming.heard(link, beat, self)
+
+    def _answer_with_commits(self, peer: str, head_round: int) -> None:
+        """Commits after `head_round`, at most one answer per peer, round and heartbeat time."""
+        last = self._answered.get(peer)
+        if last is not None and last[0] == head_round and self.now < last[1] + self.rules.heartbeat_seconds:
+            return
+        self._answered[peer] = (head_round, self.now)
+        if len(self._answered) > 4 * self.rules.max_observers:
+            del self._answered[next(iter(self._answered))]
+        wanted = [commit for commit in self._recent if commit.manifest.round > head_round]
+        if wanted and wanted[0].manifest.round == max(head_round + 1, GENESIS_ROUND):
+            for commit in wanted[:COMMITS_PER_ANSWER]:
+                self.emit(Send((peer,), commit))
+        else:
+            self.emit(ServeCommits(peer, head_round))
+
+    def _receive_commit(self, commit: Commit) -> None:
+        manifest = commit.manifest
+        if manifest.run != self.rules.run:
+            raise RemoteProtocolError("other-run", "a commit of another run")
+        if self.head is None:
+            if manifest.round == GENESIS_ROUND:
+                self.forming.check_commit(commit)
+                self._adopt(commit)
+            return
+        if manifest.round != self.head.manifest.round + 1:
+            return  # of the past, or too far ahead: heartbeats bring what lies between
+        verify_commit(commit, self.head.manifest)
+        self._adopt(commit)
+
+    def _receive_signed(self, link: str, signed: Signed) -> None:
+        if isinstance(signed.message, Form):
+            if self.head is None:
+                self.forming.receive(signed, self)
+            return
+        header = signed.message.header
+        if header.run != self.rules.run:
+            raise RemoteProtocolError("other-run", f"a message of another run from {header.sender}")
+        if self.round is None or header.round > self.round.number:
+            self._buffer(signed)
+            return
+        if header.round < self.round.number:
+            if header.sender == link and header.member != self.me:
+                self._answer_with_commits(link, header.round - 1)
+            return
+        if self.round.evidence.add(signed):
+            self.accepted(signed, link)
+
+    def _buffer(self, signed: Signed) -> None:
+        """Keep a few messages of the very next round: its first ones may overtake the commit that begins it."""
+        header = signed.message.header
+        if self.round is None or header.round != self.round.number + 1:
+            return
+        known = len(self._future) < 2 * self.rules.max_observers or header.sender in self._future
+        messages = self._future.setdefault(header.sender, []) if known else []
+        if len(messages) < self.rules.future_messages:
+            messages.append(signed)
+
+    def accepted(self, signed: Signed, link: str) -> None:
+        """A message is new and valid: remember who has it and pass it on."""
+        assert self.head is not None
+        self.delivery.noted(signed.held_id, (link, signed.message.header.sender), self.now)
+        targets = self.delivery.forward_targets(signed.held_id, self.others(), self.me.peer)
+        if targets:
+            self.emit(Send(targets, signed))
+
+    def say(self, message: Message) -> Signed:
+        """Sign a message of this round, take it into the evidence, and send it to the whole group."""
+        assert self.round is not None
+        signed = self._sign(message)
+        self.broadcast(signed)
+        return signed
+
+    def sign(self, message: Message) -> Signed:
+        return self._sign(message)
+
+    def broadcast(self, signed: Signed) -> None:
+        assert self.round is not None
+        self.round.evidence.add(signed)
+        others = self.others()
+        self.delivery.noted(signed.held_id, others, self.now)
+        if others:
+            self.emit(Send(others, signed))
+
+    def header(self) -> Header:
+        assert self.head is not None and self.round is not None
+        return Header(self.rules.run, self.round.number, self.head.manifest.digest, self.me.peer, self.me.session)
+
+    # --- deciding -------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        if self.round is None:
+            commit = self.forming.advance(self)
+            if commit is not None:
+                self._adopt(commit)
+        while self.round is not None:
+            commit = self.round.advance() if self.is_member else None
+            if commit is None:
+                break
+            self._adopt(commit)
+        if self.round is not None and not self.is_member:
+            self._ask_to_join()
+        self._set_wakeup()
+
+    def _ask_to_join(self) -> None:
+        assert self.round is not None
+        if self._state_digest is None or self.leaving or self.me.peer in self.round.evidence.joins:
+            return
+        self.say(Join(self.header()))
+
+    def _leave(self) -> None:
+        self.leaving = True
+        if self.round is not None and self.is_member and self.me.peer not in self.round.evidence.leaves:
+            self.say(Leave(self.header()))
+        self._next_heartbeat = self.now
+
+    def _adopt(self, commit: Commit) -> None:
+        """The manifest is decided: make it durable, tell the others, begin the next round (rules 10 and 12)."""
+        manifest = commit.manifest
+        announced = self.round is not None and self.round.own_announcement is not None
+        attempt = self.round.attempt if self.round is not None else 0
+        committed = any(contribution.peer == self.me.peer for contribution in manifest.contributions)
+        self.persist(Committed(commit))
+        self.head = commit
+        self._recent.append(commit)
+        self._state_digest = self.rules.genesis_state if manifest.round == GENESIS_ROUND else None
+        self._tell_commit(commit)
+        self.emit(Adopt(commit, committed, announced))
+        contributors = [contribution.peer for contribution in manifest.contributions]
+        if manifest.round != GENESIS_ROUND:
+            self.emit(Note("decided", manifest.round, {"attempt": attempt, "contributors": contributors}))
+        self._begin_round()
+        if self.leaving and self.is_member:
+            self._leave()
+
+    def _tell_commit(self, commit: Commit) -> None:
+        """To everybody who is not known to be there already; heartbeats repair what is lost."""
+        peers = [p for p in self._audience() if (v := self.liveness.peers.get(p)) is None or v.head_round < commit.manifest.round]
+        if peers:
+            self.emit(Send(tuple(peers), commit))
+
+    def jump_attempt(self) -> int | None:
+        """The attempt that f + 1 members are in or beyond, if it is later than ours (rule 11)."""
+        assert self.round is not None and self.head is not None
+        ahead = self.round.evidence.peers_beyond(self.round.attempt)
+        for member in self.head.manifest.group:
+            view = self.liveness.peers.get(member.peer)
+            if view is not None and view.head_round == self.head.manifest.round and view.attempt > self.round.attempt:
+                ahead[member.peer] = max(ahead.get(member.peer, 0), view.attempt)
+        ahead.pop(self.me.peer, None)
+        needed = tolerated_liars(len(self.head.manifest.group)) + 1
+        attempts = sorted(ahead.values(), reverse=True)
+        return attempts[needed - 1] if len(attempts) >= needed else None
+
+    def _set_wakeup(self) -> None:
+        deadlines: Iterable[float] = self.round.deadlines() if self.round is not None and self.is_member else ()
+        upcoming = [deadline for deadline in deadlines if deadline > self.now]
+        self.next_wakeup = min([self._next_heartbeat, *upcoming])
