@@ -61,6 +61,7 @@ class Evidence:
         self.manifests: dict[int, Manifest] = {}  # by attempt: what the attempt's proposal amounts to
         self.by_digest: dict[bytes, tuple[Manifest, Signed]] = {}
         self.votes: dict[tuple[int, int], dict[str, Signed]] = {}
+        self.highest_attempt = 0
         self._tally: dict[tuple[int, int], Counter[bytes]] = {}
 
     def leader(self, attempt: int) -> str:
@@ -122,6 +123,7 @@ class Evidence:
                 votes = self.votes.setdefault((phase, attempt), {})
                 added = self._once(votes, sender, signed, PHASE_NAMES[phase])
                 if added:
+                    self.highest_attempt = max(self.highest_attempt, attempt)
                     self._tally.setdefault((phase, attempt), Counter())[message.digest] += 1
                 return added
         raise RemoteProtocolError("kind", f"a {type(message).__name__} is no message of a round")
@@ -273,5 +275,6 @@ def check_votes(votes: Sequence[Signed], phase: int, digest: bytes, parent: Mani
         attempts.add(vote.attempt)
         voters.add(header.member)
     if len(attempts) != 1 or len(voters) < parent.quorum or len(voters) != len(votes):
-        raise RemoteProtocolError("certificate", f"{len(voters)} distinct voters in {len(attempts)} attempts, a quorum is {parent.quorum}")
+        detail = f"{len(voters)} distinct voters in {len(attempts)} attempts, a quorum is {parent.quorum}"
+        raise RemoteProtocolError("certificate", detail)
     return attempts.pop()

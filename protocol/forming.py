@@ -48,7 +48,7 @@ class Forming:
             if held_id not in beat.held:
                 machine.emit(Send((peer,), signed))
 
-    def receive(self, signed: Signed, machine: Machine) -> None:
+    def receive(self, signed: Signed) -> None:
         form = signed.message
         assert isinstance(form, Form)
         header = form.header

@@ -102,9 +102,10 @@ class Machine:
         if now < self._now:
             raise LocalProtocolError(f"time went backwards: {now} after {self._now}")
         self._now = now
+        news = True
         match event:
             case Received(link, frame):
-                self._take(link, frame)
+                news = self._take(link, frame)
             case PeerSeen(peer):
                 self._see_candidate(peer)
             case Trained():
@@ -122,7 +123,8 @@ class Machine:
                 pass
         if now >= self._next_heartbeat:
             self._heartbeat()
-        self._advance()
+        if news or now >= self.next_wakeup:
+            self._advance()
         effects, self._effects = self._effects, []
         return effects
 
@@ -138,7 +140,7 @@ class Machine:
 
     @property
     def is_member(self) -> bool:
-        return self.head is not None and self.head.manifest.member(self.me.peer) == self.me
+        return self.round is not None and self.round.is_member
 
     def emit(self, effect: Effect) -> None:
         self._effects.append(effect)
@@ -262,28 +264,30 @@ class Machine:
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
-    def _take(self, link: str, frame: Frame) -> None:
-        """Receive, and turn a refusal into a note that names the peer and the rule."""
+    def _take(self, link: str, frame: Frame) -> bool:
+        """Receive, and turn a refusal into a note that names the peer and the rule; False if it told nothing new."""
         try:
-            self._receive(link, frame)
+            return self._receive(link, frame)
         except RemoteProtocolError as error:
             author = frame.message.header.sender if isinstance(frame, Signed) else link
             self.note("refused", peer=author, link=link, rule=error.rule, detail=error.detail)
+            return False
 
-    def _receive(self, link: str, frame: Frame) -> None:
+    def _receive(self, link: str, frame: Frame) -> bool:
         match frame:
             case Heartbeat():
-                self._receive_heartbeat(link, frame)
+                return self._receive_heartbeat(link, frame)
             case Commit():
-                self._receive_commit(frame)
+                return self._receive_commit(frame)
             case Signed():
-                self._receive_signed(link, frame)
+                return self._receive_signed(link, frame)
 
-    def _receive_heartbeat(self, link: str, beat: Heartbeat) -> None:
+    def _receive_heartbeat(self, link: str, beat: Heartbeat) -> bool:
         if beat.run != self.rules.run:
             raise RemoteProtocolError("other-run", f"a heartbeat of another run from {link}")
         if link == self.me.peer:
-            return
+            return False
+        known = self.liveness.peers.get(link)
         self.liveness.heard(link, beat, self.now)
         mine = self.head.manifest.round if self.head else NO_HEAD_ROUND
         if beat.head_round < mine:
@@ -293,6 +297,8 @@ class Machine:
                 self.emit(Send((link,), signed))
         elif self.head is None and beat.head_round == mine:
             self.forming.heard(link, beat, self)
+        ahead = self.round is not None and beat.attempt > self.round.attempt
+        return known is None or ahead or (known.session, known.leaving) != (beat.session, beat.leaving)
 
     def _answer_with_commits(self, peer: str, head_round: int) -> None:
         """Commits after `head_round`, at most one answer per peer, round and heartbeat time."""
@@ -309,7 +315,7 @@ class Machine:
         else:
             self.emit(ServeCommits(peer, head_round))
 
-    def _receive_commit(self, commit: Commit) -> None:
+    def _receive_commit(self, commit: Commit) -> bool:
         manifest = commit.manifest
         if manifest.run != self.rules.run:
             raise RemoteProtocolError("other-run", "a commit of another run")
@@ -317,29 +323,34 @@ class Machine:
             if manifest.round == GENESIS_ROUND:
                 self.forming.check_commit(commit)
                 self._adopt(commit)
-            return
+            return True
         if manifest.round != self.head.manifest.round + 1:
-            return  # of the past, or too far ahead: heartbeats bring what lies between
+            return False  # of the past, or too far ahead: heartbeats bring what lies between
         verify_commit(commit, self.head.manifest)
         self._adopt(commit)
+        return True
 
-    def _receive_signed(self, link: str, signed: Signed) -> None:
+    def _receive_signed(self, link: str, signed: Signed) -> bool:
         if isinstance(signed.message, Form):
             if self.head is None:
-                self.forming.receive(signed, self)
-            return
+                self.forming.receive(signed)
+            return self.head is None
+        if self.round is not None and signed.held_id in self.round.evidence.messages:
+            return False
         header = signed.message.header
         if header.run != self.rules.run:
             raise RemoteProtocolError("other-run", f"a message of another run from {header.sender}")
         if self.round is None or header.round > self.round.number:
             self._buffer(signed)
-            return
+            return False
         if header.round < self.round.number:
             if header.sender == link and header.member != self.me:
                 self._answer_with_commits(link, header.round - 1)
-            return
-        if self.round.evidence.add(signed):
-            self.accepted(signed, link)
+            return False
+        if not self.round.evidence.add(signed):
+            return False
+        self.accepted(signed, link)
+        return True
 
     def _buffer(self, signed: Signed) -> None:
         """Keep a few messages of the very next round: its first ones may overtake the commit that begins it."""
@@ -437,6 +448,10 @@ class Machine:
     def jump_attempt(self) -> int | None:
         """The attempt that f + 1 members are in or beyond, if it is later than ours (rule 11)."""
         assert self.round is not None and self.head is not None
+        if self.round.attempt >= self.round.evidence.highest_attempt and all(
+            view.attempt <= self.round.attempt for view in self.liveness.peers.values()
+        ):
+            return None
         ahead = self.round.evidence.peers_beyond(self.round.attempt)
         for member in self.head.manifest.group:
             view = self.liveness.peers.get(member.peer)

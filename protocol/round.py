@@ -28,6 +28,7 @@ class Round:
         self.rules = evidence.rules
         self.number = evidence.round
         self.me = machine.me
+        self.is_member = evidence.members.get(machine.me.peer) == machine.me
         self.budget_seconds = evidence.parent.budget_ms / 1000
         self.started = self.entered = machine.now
         self.attempt = 0
@@ -51,7 +52,7 @@ class Round:
 
     def begin(self) -> None:
         group = [member.peer for member in self.evidence.parent.group]
-        self.machine.note("round_started", group=group, budget_seconds=self.budget_seconds, member=self.machine.is_member)
+        self.machine.note("round_started", group=group, budget_seconds=self.budget_seconds, member=self.is_member)
 
     def restore(self, record: Record) -> None:
         """Take back what an earlier process of this session had said in this round (rule 13)."""
@@ -188,9 +189,11 @@ class Round:
         return self.evidence.leader(self.attempt) == self.me.peer and self.attempt > self._abdicated_attempt
 
     def _close(self) -> None:
-        if not self._leads() or not self.door_open() or self.attempt in self.evidence.closes or not self._met_quorum:
+        if not self._leads() or self._accepted or self.attempt in self.evidence.closes or not self._met_quorum:
             return
         announcements = self.evidence.announcements
+        if not self.door_open():  # restarted after the Close was accepted and lost: nothing new may slip in
+            announcements = {peer: signed for peer, signed in announcements.items() if signed.digest in self.eligible}
         leaves = self.evidence.leaves
         if self.idle:
             ready = self._pending_membership
