@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .errors import RemoteProtocolError
-from .evidence import check_votes
-from .manifest import GENESIS_ROUND, Manifest, genesis_manifest
-from .messages import PRECOMMIT, Commit, Form
-from .rules import Rules
+from sparseloco.protocol.errors import RemoteProtocolError
+from sparseloco.protocol.evidence import check_votes
+from sparseloco.protocol.manifest import GENESIS_ROUND, Manifest, genesis_manifest
+from sparseloco.protocol.messages import PRECOMMIT, Commit, Form
+from sparseloco.protocol.rules import Rules
 
 
 def verify_commit(commit: Commit, parent: Manifest) -> None:

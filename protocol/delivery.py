@@ -11,10 +11,10 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .evidence import Evidence
-from .manifest import Member
-from .messages import Heartbeat, Signed
-from .rules import Rules
+from sparseloco.protocol.evidence import Evidence
+from sparseloco.protocol.manifest import Member
+from sparseloco.protocol.messages import Heartbeat, Signed
+from sparseloco.protocol.rules import Rules
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgpack
 
-from .errors import RemoteProtocolError
+from sparseloco.protocol.errors import RemoteProtocolError
 
 DIGEST_BYTES = 32
 SESSION_BYTES = 16

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .encoding import check_bytes, check_integer, fields, pack, unpack
-from .errors import RemoteProtocolError
-from .manifest import Manifest
-from .messages import Announce, Commit, Frame, Heartbeat, Proposal, Signed
+from sparseloco.protocol.encoding import check_bytes, check_integer, fields, pack, unpack
+from sparseloco.protocol.errors import RemoteProtocolError
+from sparseloco.protocol.manifest import Manifest
+from sparseloco.protocol.messages import Announce, Commit, Frame, Heartbeat, Proposal, Signed
 
 # --- events ---------------------------------------------------------------------------------------------------------
 

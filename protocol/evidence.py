@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .errors import RemoteProtocolError
-from .manifest import CheckFacts, CloseFacts, Contribution, Manifest, Member, next_manifest
-from .messages import (
+from sparseloco.protocol.errors import RemoteProtocolError
+from sparseloco.protocol.manifest import CheckFacts, CloseFacts, Contribution, Manifest, Member, next_manifest
+from sparseloco.protocol.messages import (
     NIL,
     PHASE_NAMES,
     PREVOTE,
@@ -26,7 +26,7 @@ from .messages import (
     Signed,
     Vote,
 )
-from .rules import Rules
+from sparseloco.protocol.rules import Rules
 
 K = TypeVar("K")
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .certificates import verify_genesis
-from .errors import RemoteProtocolError
-from .events import Formed, Note, Persist, Send
-from .manifest import GENESIS_ROUND, Member, genesis_manifest
-from .messages import NO_HEAD_ROUND, Commit, Form, Header, Heartbeat, Signed
-from .rules import Rules
+from sparseloco.protocol.certificates import verify_genesis
+from sparseloco.protocol.errors import RemoteProtocolError
+from sparseloco.protocol.events import Formed, Note, Persist, Send
+from sparseloco.protocol.manifest import GENESIS_ROUND, Member, genesis_manifest
+from sparseloco.protocol.messages import NO_HEAD_ROUND, Commit, Form, Header, Heartbeat, Signed
+from sparseloco.protocol.rules import Rules
 
 if TYPE_CHECKING:
-    from .machine import Machine
+    from sparseloco.protocol.machine import Machine
 
 # Incarnations kept: the newest ones; an older list can no longer be completed by anybody who still signs.
 KEPT_INCARNATIONS = 16

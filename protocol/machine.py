@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .certificates import verify_commit
-from .delivery import Delivery, Liveness
-from .errors import LocalProtocolError, RemoteProtocolError
-from .events import (
+from sparseloco.protocol.certificates import verify_commit
+from sparseloco.protocol.delivery import Delivery, Liveness
+from sparseloco.protocol.errors import LocalProtocolError, RemoteProtocolError
+from sparseloco.protocol.events import (
     Adopt,
     Announced,
     Committed,
@@ -37,12 +37,12 @@ from .events import (
     Trained,
     Voted,
 )
-from .evidence import Evidence
-from .forming import Forming
-from .manifest import GENESIS_ROUND, Member, tolerated_liars
-from .messages import NO_HEAD_ROUND, Commit, Form, Frame, Header, Heartbeat, Join, Leave, Message, Signed
-from .round import Round
-from .rules import Rules
+from sparseloco.protocol.evidence import Evidence
+from sparseloco.protocol.forming import Forming
+from sparseloco.protocol.manifest import GENESIS_ROUND, Member, tolerated_liars
+from sparseloco.protocol.messages import NO_HEAD_ROUND, Commit, Form, Frame, Header, Heartbeat, Join, Leave, Message, Signed
+from sparseloco.protocol.round import Round
+from sparseloco.protocol.rules import Rules
 
 # Commits kept in memory to answer peers that are a few rounds behind; older ones are served from the chain on disk.
 RECENT_COMMITS = 32

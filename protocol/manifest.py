@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .encoding import (
+from sparseloco.protocol.encoding import (
     ARRAY_ITEMS,
     DIGEST_BYTES,
     SESSION_BYTES,
@@ -24,7 +24,7 @@ from .encoding import (
     sha256,
     unpack,
 )
-from .errors import RemoteProtocolError
+from sparseloco.protocol.errors import RemoteProtocolError
 
 GENESIS_ROUND = -1
 MAX_ROUND = 2**40

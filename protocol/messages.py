@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .encoding import (
+from sparseloco.protocol.encoding import (
     ARRAY_ITEMS,
     DIGEST_BYTES,
     SESSION_BYTES,
@@ -25,8 +25,8 @@ from .encoding import (
     sha256,
     unpack,
 )
-from .errors import RemoteProtocolError
-from .manifest import GENESIS_ROUND, MAX_COUNT, MAX_MILLISECONDS, MAX_ROUND, Manifest, Member
+from sparseloco.protocol.errors import RemoteProtocolError
+from sparseloco.protocol.manifest import GENESIS_ROUND, MAX_COUNT, MAX_MILLISECONDS, MAX_ROUND, Manifest, Member
 
 PROTOCOL_VERSION = 1
 MAX_ATTEMPT = 2**20
@@ -328,11 +328,15 @@ class Signed:
 
     def verify(self, check: Callable[[str, bytes, bytes, bytes], bool]) -> None:
         """Check this signature and those inside; `check(peer_id, public_key, message, signature)`. Raises RemoteProtocolError."""
+        self.verify_own(check)
+        for signed in self.inner:
+            signed.verify(check)
+
+    def verify_own(self, check: Callable[[str, bytes, bytes, bytes], bool]) -> None:
+        """Check this signature only."""
         sender = self.message.header.sender
         if not check(sender, self.public_key, signed_bytes(self.body), self.signature):
             raise RemoteProtocolError("signature", f"the signature under a message of {sender} does not verify")
-        for signed in self.inner:
-            signed.verify(check)
 
 
 @dataclass(frozen=True, slots=True)

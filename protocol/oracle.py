@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .manifest import GENESIS_ROUND, Manifest, Member
-from .messages import NIL, PRECOMMIT, Announce, Check, Commit, Form, Signed, Vote
+from sparseloco.protocol.manifest import GENESIS_ROUND, Manifest, Member
+from sparseloco.protocol.messages import NIL, PRECOMMIT, Announce, Check, Commit, Form, Signed, Vote
 
 if TYPE_CHECKING:
-    from .simulator import SimulatedSwarm
+    from sparseloco.protocol.simulator import SimulatedSwarm
 
 # Refusals that honest peers cause each other through lateness and restarts; any other refusal among honest peers is a bug.
 HONEST_REFUSALS = {"join", "not-a-member", "equivocation:Check"}

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .errors import LocalProtocolError
-from .events import Announced, DoorClosed, Fetch, Persist, Record, Reveal, Train, Trained, Voted
-from .evidence import Evidence, Prepared
-from .manifest import Manifest, Member
-from .messages import NIL, PHASE_NAMES, PRECOMMIT, PREVOTE, Announce, Check, Close, Commit, Proposal, Signed, Vote
+from sparseloco.protocol.errors import LocalProtocolError
+from sparseloco.protocol.events import Announced, DoorClosed, Fetch, Persist, Record, Reveal, Train, Trained, Voted
+from sparseloco.protocol.evidence import Evidence, Prepared
+from sparseloco.protocol.manifest import Manifest, Member
+from sparseloco.protocol.messages import NIL, PHASE_NAMES, PRECOMMIT, PREVOTE, Announce, Check, Close, Commit, Proposal, Signed, Vote
 
 if TYPE_CHECKING:
-    from .machine import Machine
+    from sparseloco.protocol.machine import Machine
 
 
 class Round:

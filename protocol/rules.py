@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .encoding import sha256
-from .manifest import Member, MembershipRules
+from sparseloco.protocol.encoding import sha256
+from sparseloco.protocol.manifest import Member, MembershipRules
 
 # A founder's first session. Founders are listed by peer id before any session exists, so their first one is agreed to be this;
 # a founder that comes back with an empty state directory after round 0 takes a random one and joins (rule 13).

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .certificates import founding_commit
-from .encoding import sha256
-from .events import (
+from sparseloco.protocol.certificates import founding_commit
+from sparseloco.protocol.encoding import sha256
+from sparseloco.protocol.events import (
     Adopt,
     Announced,
     Committed,
@@ -37,11 +37,11 @@ from .events import (
     Train,
     Trained,
 )
-from .machine import Machine
-from .manifest import Member, MembershipRules, genesis_manifest
-from .messages import Commit, Message, Signed, encode_body
-from .oracle import Oracle, Violation
-from .rules import FOUNDER_SESSION, Rules
+from sparseloco.protocol.machine import Machine
+from sparseloco.protocol.manifest import Member, MembershipRules, genesis_manifest
+from sparseloco.protocol.messages import Commit, Message, Signed, encode_body
+from sparseloco.protocol.oracle import Oracle, Violation
+from sparseloco.protocol.rules import FOUNDER_SESSION, Rules
 
 MachineFactory = Callable[..., Machine]
 

@@ -1,0 +1,254 @@
+"""`swarm`: real node processes and a bootstrap on this machine, faults on demand, and a verdict.
+
+The harness sees only what a person could see: processes, their events.jsonl, their files. It starts a bootstrap, gives
+its address to the nodes, follows their events until all have ended, computes each final state digest again from the
+node's files, and says whether all agreed.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from rich.console import Console
+
+from sparseloco.bootstrap.errors import NodeError
+from sparseloco.bootstrap.run_file import RunFile
+from sparseloco.node.init import initialise, parameter_count, starting_run
+from sparseloco.node.options import SwarmOptions
+from sparseloco.node.swarm_events import EventTail, NodeRecord
+from sparseloco.node.swarm_faults import Fault, due
+from sparseloco.node.swarm_processes import Child, end_all
+from sparseloco.node.swarm_report import FINISHED, KILLED, LEFT, NodeOutcome, SwarmOutcome, disagreements, verdict
+from sparseloco.node.swarm_setup import Layout, claimed, prepare
+from sparseloco.node.swarm_table import Screen, final_table, payload_line
+
+LOOK_SECONDS = 0.2  # between two looks at the nodes: short against a round, long against reading a few files
+START_SECONDS = 120.0  # importing torch with N processes on two cores and a cold disk takes most of this
+
+
+def digest_of_files(node_dir: Path, round_number: int) -> str | None:
+    """The state digest of a round, computed from a node's files; None if they hold no state of that round."""
+    from sparseloco.node.swarm_files import state_digest_of
+
+    return state_digest_of(node_dir, round_number)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the harness stands on; tests put a scripted node in place of the real one."""
+
+    program: tuple[str, ...] = (sys.executable, "-m", "sparseloco.node.cli")
+    initialise: Callable[[RunFile, Path], RunFile] = initialise
+    digest_of_files: Callable[[Path, int], str | None] = digest_of_files
+    now: Callable[[], float] = time.time  # unix seconds, the clock of the nodes' events
+
+
+def run_swarm(options: SwarmOptions, parts: Parts | None = None) -> int:
+    """0 if all agreed, else 1; KeyboardInterrupt after every process has ended if a person stopped it."""
+    parts = parts or Parts()
+    started_at = parts.now()
+    previous = signal.signal(signal.SIGTERM, _as_interrupt)
+    try:
+        with claimed(options) as root:
+            base = starting_run("tiny") if options.run is None else RunFile.load(options.run)
+            layout = prepare(root, base, options)
+            with Screen() as screen:
+                screen.say(f"swarm of {options.nodes} nodes in {root}: making the genesis state ...")
+                layout = Layout(root, parts.initialise(layout.run, layout.run_path), layout.peer_ids)
+                outcome = Swarm(layout, options, parts, screen, started_at).run()
+            return _report(outcome, layout, options)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+class Swarm:
+    """The processes of one swarm and what is known about them."""
+
+    def __init__(
+        self, layout: Layout, options: SwarmOptions, parts: Parts, screen: Screen, started_at: float
+    ) -> None:
+        self.layout, self.options, self.parts, self.screen = layout, options, parts, screen
+        self.started_at = started_at
+        self.records = [NodeRecord(peer_id) for peer_id in layout.peer_ids]
+        self.tails = [EventTail(layout.node_dir(node) / "events.jsonl") for node in range(options.nodes)]
+        self.nodes: dict[int, Child] = {}
+        self.seed: Child | None = None
+        self.peers: list[str] = []
+        self.faults: list[Fault] = []
+        self.said_rounds: set[int] = set()
+        self.said_ends: set[int] = set()
+        self.interrupted_by = ""
+        self.time_up = False
+
+    def run(self) -> SwarmOutcome:
+        """Start everything, follow it to its end, and leave no process behind whatever happens."""
+        try:
+            self._start_bootstrap()
+            late = {fault.node for fault in self.options.late}
+            for node in range(self.options.nodes):
+                if node not in late:
+                    self._start_node(node)
+            while not self._look():
+                time.sleep(LOOK_SECONDS)
+        finally:
+            end_all([*self.nodes.values(), *([self.seed] if self.seed else [])])
+        self._read_events()
+        return self._outcome()
+
+    def _start_bootstrap(self) -> None:
+        """Start the bootstrap node and wait for its addresses; NodeError with its last words if it fails."""
+        self.screen.say(f"run {self.layout.run.run_id.hex()}: starting the bootstrap ...")
+        log = self.layout.root / "bootstrap.log"
+        self.seed = Child("bootstrap", [*self.parts.program, *self.layout.bootstrap_arguments()], log)
+        deadline = time.monotonic() + START_SECONDS
+        while not (addresses := _addresses(self.layout.seed_dir / "node.json")):
+            if not self.seed.running:
+                raise NodeError(f"the bootstrap ended with exit code {self.seed.exit_code}:\n{self.seed.last_lines()}")
+            if time.monotonic() > deadline:
+                raise NodeError(f"the bootstrap gave no address in {START_SECONDS:.0f} s; its output is in {log}")
+            time.sleep(LOOK_SECONDS)
+        self.peers = addresses
+        self.screen.say(f"bootstrap at {addresses[0]}")
+
+    def _start_node(self, node: int) -> None:
+        arguments = self.layout.node_arguments(node, self.peers, self.options.rounds)
+        log = self.layout.root / f"node-{node}.log"
+        self.nodes[node] = Child(f"node {node}", [*self.parts.program, *arguments], log)
+        self.records[node].progress_at = self.parts.now()
+
+    def _look(self) -> bool:
+        """One look at everything; whether the swarm is over."""
+        self._read_events()
+        self._inject()
+        self._say_news()
+        self.screen.draw(self.records)
+        if not any(child.running for child in self.nodes.values()):
+            return True
+        minutes = self.options.minutes
+        if minutes is not None and self.parts.now() > self.started_at + 60 * minutes:
+            self.time_up = True
+            return True
+        now = self.parts.now()
+        self._read_events()  # after the clock: what a node wrote before that instant is progress
+        quiet_seconds = now - max(record.progress_at for record in self.records)
+        if quiet_seconds > stall_seconds(self.layout.run):
+            self.interrupted_by = f"no progress for {quiet_seconds:.0f} s: {self._waiting()}"
+            return True
+        return False
+
+    def _read_events(self) -> None:
+        for node, child in self.nodes.items():
+            if self.tails[node].read_into(self.records[node]):
+                child.remember_children()
+
+    def _inject(self) -> None:
+        running = frozenset(node for node, child in self.nodes.items() if child.running)
+        rounds = {node: record.round for node, record in enumerate(self.records)}
+        for fault in due(self.options.kill, self.options.late, self.faults, rounds, running):
+            self.faults.append(fault)
+            if fault.kind == "kill":
+                self.nodes[fault.node].kill()
+                self.records[fault.node].state = "killed"
+                self.screen.say(f"killed node {fault.node} in round {fault.round}")
+            else:
+                self._start_node(fault.node)
+                self.screen.say(f"started node {fault.node} late, in round {fault.round}")
+
+    def _say_news(self) -> None:
+        for node, record in enumerate(self.records):
+            for number in sorted(set(record.digests) - self.said_rounds):
+                self.said_rounds.add(number)
+                loss = record.train_loss.get(number)
+                shown = "" if loss is None else f", node {node}'s training loss {loss:.3f}"
+                peers = len(record.contributors[number])
+                self.screen.say(f"round {number}: {peers} contributions, state {record.digests[number][:12]}{shown}")
+        for node, child in self.nodes.items():
+            if not child.running and node not in self.said_ends:
+                self.said_ends.add(node)
+                if not self._was_killed(node):
+                    self.records[node].state = "left"
+                    self.screen.say(f"node {node} ended with exit code {child.exit_code}")
+
+    def _waiting(self) -> str:
+        """Which living node stands where, for a swarm that stalled."""
+        now = self.parts.now()
+        return "; ".join(
+            f"node {node} waits after {self.records[node].last_event} ({now - self.records[node].progress_at:.0f} s)"
+            for node, child in sorted(self.nodes.items()) if child.running
+        )  # fmt: skip
+
+    def _was_killed(self, node: int) -> bool:
+        return any(fault.kind == "kill" and fault.node == node for fault in self.faults)
+
+    def _outcome(self) -> SwarmOutcome:
+        nodes = tuple(self._node_outcome(node) for node in range(self.options.nodes))
+        heads = [node.record.last_committed + 1 for node in nodes if node.ended == FINISHED]
+        return SwarmOutcome(
+            run_id=self.layout.run.run_id.hex(),
+            seed=self.layout.run.run.seed,
+            rounds=min(heads, default=0) if self.options.rounds is None else self.options.rounds,
+            min_peers=self.layout.run.run.min_peers,
+            nodes=nodes,
+            faults=tuple(self.faults),
+            planned_faults=len(self.options.kill) + len(self.options.late),
+            started_at=self.started_at,
+            elapsed_seconds=self.parts.now() - self.started_at,
+            interrupted_by=self.interrupted_by,
+        )
+
+    def _node_outcome(self, node: int) -> NodeOutcome:
+        record, child = self.records[node], self.nodes.get(node)
+        late = any(fault.node == node for fault in self.options.late)
+        exit_code = child.exit_code if child else None
+        if self._was_killed(node):
+            return NodeOutcome(node, record, KILLED, exit_code, late=late)
+        # A swarm by time is stopped with SIGINT, which a node answers with a clean leave and 130.
+        if exit_code != 0 and not (self.time_up and exit_code == 130):
+            note = child.last_lines(1) if child else "it was never started"
+            return NodeOutcome(node, record, LEFT, exit_code, late=late, note=note)
+        digest = self.parts.digest_of_files(self.layout.node_dir(node), record.last_committed)
+        return NodeOutcome(node, record, FINISHED, exit_code, digest, late=late)
+
+
+def stall_seconds(run: RunFile) -> float:
+    """How long no node may move before the swarm is given up: a start, and twice the longest round without a fault."""
+    longest = run.round.budget_seconds + run.round.exchange_seconds + run.round.detection_seconds
+    return START_SECONDS + run.round.formation_seconds + 2 * (longest + 3 * run.round.vote_seconds)
+
+
+def _addresses(path: Path) -> list[str]:
+    """The bootstrap's addresses once it has written them."""
+    try:
+        return [str(address) for address in json.loads(path.read_text())["addresses"]]
+    except FileNotFoundError:
+        return []
+
+
+def _report(outcome: SwarmOutcome, layout: Layout, options: SwarmOptions) -> int:
+    """Print the verdict for people and, if asked, for programs."""
+    found, reasons = verdict(outcome), disagreements(outcome)
+    console = Console(stderr=options.json, highlight=False)
+    console.print(final_table(outcome.nodes))
+    if reasons:
+        result = "NOT agreed: " + "; ".join(reasons)
+    else:
+        living = sum(node.ended == FINISHED for node in outcome.nodes)
+        result = f"agreed: {living} nodes hold the same state {found['state_digest']} after {outcome.rounds} rounds"
+    payload = payload_line(found["payload_bytes"], parameter_count(layout.run_path))
+    for line in (payload, f"files and logs: {layout.root}", result):
+        console.print(line, markup=False, soft_wrap=True)
+    if options.json:
+        print(json.dumps(found), flush=True)
+    return 1 if reasons else 0
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,0 +1,260 @@
+"""What happens to tensors in a round: train, encode, apply, evaluate. Synchronous; the driver calls it from one thread.
+
+It owns the model, the agreed weights and the error feedback. The rules it keeps: weights are put back by copy; the residual
+is derived from a_t and the decoded payload and never edited; a_t, the optimizer and the payload are durable before
+`train` returns, so before anything is announced.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from sparseloco.bootstrap.errors import StateError
+from sparseloco.bootstrap.run_file import RunFile
+from sparseloco.compression.codec import NonFiniteError, decode, encode, norm
+from sparseloco.compression.error_feedback import accumulate, pseudo_gradient, residual
+from sparseloco.compression.layout import CodecSpec, PayloadLayout
+from sparseloco.node.contribution import ContributionError, ContributionHeader, open_contribution, pack_contribution
+from sparseloco.node.corpus import Corpus, load_corpus
+from sparseloco.node.evaluate import Evaluation, Evaluator
+from sparseloco.node.inner_loop import InnerLoop, InnerSettings, RoundResult
+from sparseloco.node.model import build_model, tensor_specs, trainable_tensors
+from sparseloco.node.outer_step import ClipRule, clip_factors, outer_step
+from sparseloco.node.state import empty_theta, state_digest
+from sparseloco.node.store import StateDir
+from sparseloco.node.windows import MemberData, WindowPlan, count_windows, held_out_windows
+from sparseloco.protocol.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One round's training. `blob` is the contribution, None if it was withheld (`why` says so) or nothing was trained."""
+
+    round: int
+    result: RoundResult
+    blob: bytes | None
+    digest: bytes
+    duration_ms: int
+    why: str = ""
+
+
+class Worker:
+    """The tensors of one node in one run."""
+
+    def __init__(
+        self,
+        run: RunFile,
+        peer_id: str,
+        store: StateDir,
+        *,
+        device: torch.device,
+        micro_batch: int | None = None,
+        own_data: Sequence[Path] = (),
+    ) -> None:
+        self.run = run
+        self.peer_id = peer_id
+        self.store = store
+        self.device = device
+        self.model = build_model(run.model.config)
+        self.specs = tensor_specs(self.model)
+        codec = CodecSpec(codec_id=run.algorithm.codec, chunk=run.algorithm.chunk, k=run.algorithm.top_k)
+        self.layout = PayloadLayout(self.specs, codec)
+        self.loop = InnerLoop(self.model, InnerSettings.from_run(run), device, micro_batch)
+        self.corpus = self._load_corpus(own_data)
+        self._plan = self._window_plan()
+        self._evaluator = self._make_evaluator()
+        self._clip = ClipRule(run.robustness.clip_multiple) if run.robustness.clip == "median-norm" else None
+        self.theta: dict[str, torch.Tensor] = {}
+        self.state_round = -2  # nothing loaded yet
+        self.residual = empty_theta(self.specs)
+        self._buffers: dict[int, dict[str, torch.Tensor]] = {}  # a_t of the round that is not decided yet
+
+    # --- data -----------------------------------------------------------------------------------------------------
+
+    def _load_corpus(self, own_data: Sequence[Path]) -> Corpus:
+        data = self.run.data
+        held_out_tokens = data.held_out_windows * data.sequence_length + 1
+        sources = [(source.name, source.digest) for source in data.sources]
+        return load_corpus(held_out_tokens, sources=sources, own=own_data)
+
+    def _window_plan(self) -> WindowPlan:
+        algorithm = self.run.algorithm
+        windows = count_windows(self.corpus.train, self.run.data.sequence_length)
+        per_member = algorithm.inner_steps * algorithm.batch
+        return WindowPlan(self.run.run_id, windows, per_member, self.run.limits.group_size)
+
+    def _make_evaluator(self) -> Evaluator:
+        data = self.run.data
+        windows = held_out_windows(self.corpus.held_out, data.sequence_length, data.held_out_windows)
+        return Evaluator(self.model, windows, self.device)
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def hold(self, round_number: int, theta: Mapping[str, torch.Tensor]) -> None:
+        """Take a verified state: the one after `round_number`."""
+        self.theta = dict(theta)
+        self.state_round = round_number
+
+    def recover_own(self, committed: Callable[[int], Manifest | None]) -> None:
+        """Bring back optimizer and error feedback from the newest own record; `committed(round)` is the chain.
+
+        A record of a round the chain has not decided yet stays pending; its residual follows when it is.
+        """
+        for round_number in reversed(self.store.own.rounds()):
+            try:
+                own = self.store.own.load(round_number)
+                self.loop.load_state_tensors(own.optimizer)
+            except StateError as error:
+                logger.warning("%s; the round before it is used", error)
+                continue
+            buffer = {name: own.a[name] for name in self.theta}
+            manifest = committed(round_number)
+            if manifest is None:
+                self._buffers[round_number] = buffer
+                self._recover_residual_before(round_number, committed)
+            else:
+                self.residual = self._residual_after(manifest, buffer)
+            return
+
+    def _recover_residual_before(self, round_number: int, committed: Callable[[int], Manifest | None]) -> None:
+        """The residual that entered an undecided round, in case that round's own buffer is trained anew."""
+        for earlier in reversed([n for n in self.store.own.rounds() if n < round_number]):
+            manifest = committed(earlier)
+            if manifest is None:
+                continue
+            try:
+                own = self.store.own.load(earlier)
+            except StateError as error:
+                logger.warning("%s; the round before it is used", error)
+                continue
+            self.residual = self._residual_after(manifest, {name: own.a[name] for name in self.theta})
+            return
+
+    def _residual_after(self, manifest: Manifest, buffer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """e = a - D if the round committed this peer's contribution, else e = a (ALGORITHM step 5, exact give-back)."""
+        own = next((c for c in manifest.contributions if c.peer == self.peer_id), None)
+        if own is None:
+            return buffer
+        blob = self.store.blobs.get(own.payload)
+        if blob is None:
+            raise StateError(
+                f"the payload {own.payload.hex()[:16]} of this node's own committed contribution is missing from its state "
+                "directory; start with a new --state-dir to join afresh"
+            )
+        decoded = decode(self.open(blob, manifest, self.peer_id), self.layout)
+        return {
+            spec.name: residual(buffer[spec.name], tensor) for spec, tensor in zip(self.layout.specs, decoded, strict=True)
+        }
+
+    def open(self, blob: bytes, manifest: Manifest, peer: str) -> bytes:
+        """The codec payload in a contribution blob of `manifest`'s round."""
+        header = ContributionHeader(manifest.run, manifest.round, manifest.base, peer)
+        return open_contribution(blob, header, self.layout.total_bytes)
+
+    # --- a round --------------------------------------------------------------------------------------------------
+
+    def train(
+        self, round_number: int, member_index: int, deadline: float, stop: Callable[[], bool], base: Callable[[], bytes]
+    ) -> Trained:
+        """Inner steps from the agreed weights until H, `deadline` (monotonic seconds) or `stop()`; then the contribution.
+
+        `base` waits for the digest of the state trained from. Returns once everything is durable. Without a step, or with
+        numbers that are not finite, the residual stays as it was and nothing is contributed.
+        """
+        kept = self._kept(round_number, base)
+        if kept is not None:
+            return kept
+        started = time.monotonic()
+        algorithm = self.run.algorithm
+        data = MemberData(
+            self._plan, self.corpus.train, self.run.data.sequence_length, algorithm.batch, round_number, member_index
+        )
+        self.loop.put_back(self.theta)
+        result = self.loop.train_round(round_number, data, lambda: stop() or time.monotonic() >= deadline)
+        if result.steps == 0 or not result.finite:
+            why = "" if result.finite else f"{result.skipped_steps} of {result.next_step} inner steps were not finite"
+            self.loop.put_back(self.theta)
+            return Trained(round_number, result, None, b"", self._full_duration_ms(result, started, 0.0), why)
+        encoding = time.monotonic()
+        trained = {name: parameter.detach() for name, parameter in trainable_tensors(self.model)}
+        buffer = {
+            name: accumulate(
+                self.residual[name], pseudo_gradient(self.theta[name], trained[name].to("cpu")), algorithm.beta
+            )
+            for name in self.theta
+        }
+        try:
+            payload = encode([buffer[spec.name] for spec in self.layout.specs], self.layout).payload
+        except NonFiniteError as error:
+            return Trained(round_number, result, None, b"", self._full_duration_ms(result, started, 0.0), str(error))
+        header = ContributionHeader(self.run.run_id, round_number, base(), self.peer_id)
+        blob = pack_contribution(header, payload)
+        digest = self.store.blobs.put(blob)
+        self.store.blobs.pin([digest])
+        duration_ms = self._full_duration_ms(result, started, time.monotonic() - encoding)
+        record = {"payload": digest.hex(), "duration_ms": duration_ms, "result": asdict(result)}
+        self.store.own.save(round_number, buffer, self.loop.state_tensors(), record)
+        self._buffers = {round_number: buffer}
+        return Trained(round_number, result, blob, digest, duration_ms)
+
+    def _kept(self, round_number: int, base: Callable[[], bytes]) -> Trained | None:
+        """What an earlier process had trained for this very round and made durable, if it is whole."""
+        if round_number not in self._buffers:
+            return None
+        try:
+            record = self.store.own.load(round_number).record
+            digest = bytes.fromhex(record["payload"])
+            blob = self.store.blobs.get(digest)
+            result = RoundResult(**record["result"])
+            if blob is None:
+                return None
+            header = ContributionHeader(self.run.run_id, round_number, base(), self.peer_id)
+            open_contribution(blob, header, self.layout.total_bytes)
+        except (StateError, ContributionError, KeyError, TypeError, ValueError) as error:
+            logger.warning("round %d is trained again: what was kept of it cannot be used (%s)", round_number, error)
+            return None
+        return Trained(round_number, result, blob, digest, int(record["duration_ms"]))
+
+    def _full_duration_ms(self, result: RoundResult, started: float, after_seconds: float) -> int:
+        """How long all H steps would have taken: what the next budget is measured by, cut short or not."""
+        done = max(result.next_step, 1)
+        training_seconds = time.monotonic() - started - after_seconds
+        return max(1, int(1000 * (training_seconds * self.run.algorithm.inner_steps / done + after_seconds)))
+
+    def apply(self, manifest: Manifest, blobs: Sequence[bytes]) -> None:
+        """The outer step of a decided round; `blobs` are its contributions, whole and checked, in manifest order."""
+        if manifest.round != self.state_round + 1:
+            raise StateError(f"round {manifest.round} cannot follow the state after round {self.state_round}")
+        payloads = [
+            self.open(blob, manifest, contribution.peer)
+            for blob, contribution in zip(blobs, manifest.contributions, strict=True)
+        ]
+        factors = clip_factors([norm(payload, self.layout) for payload in payloads], self._clip)
+        stepped = outer_step(
+            [self.theta[spec.name] for spec in self.layout.specs],
+            payloads,
+            self.layout,
+            rule=self.run.algorithm.aggregation,  # type: ignore[arg-type]
+            alpha=self.run.algorithm.alpha_at(manifest.round),
+            clip_factors=factors,
+        )
+        buffer = self._buffers.pop(manifest.round, None)
+        if buffer is not None:
+            self.residual = self._residual_after(manifest, buffer)
+        self.theta = {spec.name: tensor for spec, tensor in zip(self.layout.specs, stepped, strict=True)}
+        self.state_round = manifest.round
+
+    def digest(self, theta: Mapping[str, torch.Tensor]) -> bytes:
+        return state_digest(theta)
+
+    def evaluate(self, theta: Mapping[str, torch.Tensor]) -> Evaluation:
+        """Held-out loss of a state; may run beside training, on another thread."""
+        return self._evaluator(theta)
