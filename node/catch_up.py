@@ -148,7 +148,9 @@ class CatchUp:
         try:
             await self.replay(donors)
         except TimeoutError:
-            raise NetworkError("no peer serves the payloads after its own checkpoint; start again when more peers are there") from None
+            raise NetworkError(
+                "no peer serves the payloads after its own checkpoint; start again when more peers are there"
+            ) from None
 
     async def fetch_chain(self, donors: list[Donor]) -> None:
         """Extend the chain to the donors' furthest provable head."""

@@ -46,8 +46,9 @@ def pack_contribution(header: ContributionHeader, payload: bytes) -> bytes:
 
 def open_contribution(blob: bytes, expected: ContributionHeader, payload_bytes: int) -> bytes:
     """The payload inside, if the blob is exactly `expected`'s; ContributionError names the first rule broken."""
-    if len(blob) != contribution_bytes(expected.peer, payload_bytes):
-        raise ContributionError("payload-bytes", f"{len(blob)} bytes, this run's are {contribution_bytes(expected.peer, payload_bytes)}")
+    size = contribution_bytes(expected.peer, payload_bytes)
+    if len(blob) != size:
+        raise ContributionError("payload-bytes", f"{len(blob)} bytes, this run's are {size}")
     magic, run, round_number, base, _ = _FIXED.unpack_from(blob)
     if magic != MAGIC:
         raise ContributionError("payload-header", "not a contribution of this version")

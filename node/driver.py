@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparseloco.bootstrap.errors import StateError
+from sparseloco.bootstrap.errors import NetworkError, StateError
 from sparseloco.bootstrap.identity import Identity, verify_signature
 from sparseloco.bootstrap.transport import Transport, TransportError
 from sparseloco.node.catch_up import CatchUp, Chain
@@ -118,6 +118,7 @@ class Driver:
         self._offer: StateOffer | None = None
         self._machine = self._make_machine()
         transport.on_message(self._on_message)
+        transport.on_death(self._daemon_died)
 
     # --- set-up ---------------------------------------------------------------------------------------------------
 
@@ -220,6 +221,10 @@ class Driver:
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._queue.put_nowait(ev.Tick()) if _failed(done) else self._tasks.discard(done))
         return task
+
+    def _daemon_died(self) -> None:
+        error = NetworkError("the libp2p daemon ended by itself; start the node again, it resumes where it was")
+        asyncio.get_running_loop().call_soon(lambda: self.spawn(_fail(error)))
 
     def put(self, event: ev.Event) -> None:
         self._queue.put_nowait(event)

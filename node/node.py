@@ -12,7 +12,6 @@ import logging
 import os
 import random
 import secrets
-import signal
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from sparseloco.node.device import pick_device
 from sparseloco.node.driver import Driver, Progress
 from sparseloco.node.durable import write_atomic
 from sparseloco.node.exchange import Exchange
+from sparseloco.node.interrupts import run_until_interrupted
 from sparseloco.node.options import JoinOptions
 from sparseloco.node.places import default_state_dir
 from sparseloco.node.run_rules import rules_of
@@ -49,7 +49,6 @@ from sparseloco.protocol.rules import FOUNDER_SESSION, Rules
 
 logger = logging.getLogger(__name__)
 
-INTERRUPTED = 130
 # Discovery looks often while the group is forming and rarely once peers are known.
 LOOK_SECONDS, LOOK_LATER_SECONDS = 1.0, 15.0
 # A node that resumes keeps dialling for so long before it says that nobody answers.
@@ -58,14 +57,13 @@ KNOWN_PEERS_FILE = "peers.json"
 KNOWN_PEERS = 64
 
 
-def run_event_loop(work: Coroutine[Any, Any, int]) -> int:
-    """Run to the end on uvloop where it is installed."""
+def run_on_fast_loop(work: Coroutine[Any, Any, int]) -> int:
+    """Run to the end or to Ctrl-C, on uvloop where it is installed."""
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(work)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
+        return run_until_interrupted(work)
+    return run_until_interrupted(work, uvloop.new_event_loop)
 
 
 def run_join(options: JoinOptions) -> int:
@@ -74,7 +72,7 @@ def run_join(options: JoinOptions) -> int:
     device = pick_device(options.device)
     for address in options.peers:
         parse_peer_address(address)
-    return run_event_loop(_join(options, device))
+    return run_on_fast_loop(_join(options, device))
 
 
 async def _join(options: JoinOptions, device: torch.device) -> int:
@@ -186,7 +184,8 @@ async def find_run(
         if kept is not None and not donors:
             return kept, []
         seen = "".join(f"\n  {d.peer}: run {d.hello.run_name} ({d.hello.run_id[:12]})" for d in donors)
-        raise NetworkError("none of the given peers serves " + (f"the run {wanted!r}" if wanted else "a run") + seen + "".join(silent))
+        sought = f"the run {wanted!r}" if wanted else "a run"
+        raise NetworkError(f"none of the given peers serves {sought}{seen}" + "".join(f"\n{line}" for line in silent))
     for donor in matching:
         if donor.hello.protocol != PROTOCOL_VERSION:
             raise NetworkError(
@@ -248,50 +247,33 @@ class Node:
         self.directory = Directory(transport)
         self.progress = Progress()
         self.driver: Driver | None = None
-        self._interrupts = 0
-        self._main: asyncio.Task[Any] | None = None
 
     async def live(self, donors: list[Donor]) -> int:
-        loop = asyncio.get_running_loop()
-        self._main = asyncio.current_task()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupt)
+        """Prepare, take part until the end or a cancellation (a clean leave follows it), and finish."""
         view = View(self.progress, self.run, self.transport.counters, json_output=self.options.json)
         helpers: list[asyncio.Task[Any]] = []
         try:
             with view:
-                self.progress.phase = "loading the model"
-                self.driver = await self._prepare(donors)
-                helpers.append(asyncio.create_task(self.directory.publish_forever(self._record)))
-                helpers.append(asyncio.create_task(self._look_for_peers(self.driver)))
                 helpers.append(asyncio.create_task(view.refresh_forever()))
-                why = await self.driver.run()
-                await self._finish(self.driver, why)
-        except asyncio.CancelledError:
-            if not self._interrupts:
-                raise
-            logger.info("interrupted before the node had joined")
-            return INTERRUPTED
+                self.progress.phase = "loading the model"
+                self.driver = driver = await self._prepare(donors)
+                helpers.append(asyncio.create_task(self.directory.publish_forever(self._record)))
+                helpers.append(asyncio.create_task(self._look_for_peers(driver)))
+                why = await self._take_part(driver)
+                await self._finish(driver, why)
         finally:
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
-        return INTERRUPTED if self._interrupts else 0
+        return 0
 
-    def _interrupt(self) -> None:
-        """First Ctrl-C: a clean leave. Second: at once."""
-        self._interrupts += 1
-        if self._interrupts > 1:
-            print("leaving at once", file=sys.stderr, flush=True)
-            os._exit(INTERRUPTED)
-        if self.driver is None:
-            assert self._main is not None
-            self._main.cancel()
-            return
-        logger.info("leaving; once more to leave at once")
-        self.driver.leave()
+    async def _take_part(self, driver: Driver) -> str:
+        running = asyncio.create_task(driver.run())
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            driver.leave()
+            return await running
 
     # --- before the rounds ----------------------------------------------------------------------------------------
 

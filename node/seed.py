@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from sparseloco.bootstrap.transport import Transport
 from sparseloco.node.exchange import GatedBlobs
 from sparseloco.node.genesis import GENESIS_FILE
 from sparseloco.node.init import genesis_path, initialise, starting_run
-from sparseloco.node.node import INTERRUPTED, run_event_loop
+from sparseloco.node.node import run_on_fast_loop
 from sparseloco.node.options import BootstrapOptions
 from sparseloco.node.places import default_state_dir, default_state_root
 from sparseloco.node.services import Hello, Services, StateOffer, make_hello
@@ -42,7 +41,7 @@ NO_CHAIN = GENESIS_ROUND - 1
 
 def run_bootstrap(options: BootstrapOptions) -> int:
     """Until Ctrl-C (130); NodeError for what a person can mend."""
-    return run_event_loop(_bootstrap(options))
+    return run_on_fast_loop(_bootstrap(options))
 
 
 async def _bootstrap(options: BootstrapOptions) -> int:
@@ -135,20 +134,14 @@ async def _serve(
         )
 
     publishing = asyncio.create_task(Directory(transport).publish_forever(record))
-    interrupted = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupted.set)
     died = asyncio.Event()
     transport.on_death(died.set)
-    waits = [asyncio.create_task(event.wait()) for event in (interrupted, died)]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for task in (*waits, publishing):
-        task.cancel()
-    await asyncio.gather(*waits, publishing, return_exceptions=True)
-    if died.is_set() and not interrupted.is_set():
-        raise NetworkError("the libp2p daemon ended by itself; start the bootstrap again")
-    return INTERRUPTED
+    try:
+        await died.wait()
+    finally:
+        publishing.cancel()
+        await asyncio.gather(publishing, return_exceptions=True)
+    raise NetworkError("the libp2p daemon ended by itself; start the bootstrap again")
 
 
 def _genesis_offer(store: StateDir, run: RunFile, genesis: Path) -> tuple[GatedBlobs, StateOffer]:

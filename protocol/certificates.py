@@ -37,6 +37,8 @@ def verify_genesis(commit: Commit, rules: Rules) -> None:
     if rules.founders:
         if manifest.group != rules.founding_members():
             raise RemoteProtocolError("genesis", "the first group is not the run file's founders")
+        if commit.certificate:
+            raise RemoteProtocolError("genesis", "the founders of the run file need no certificate")
         return
     if len(manifest.group) < rules.membership.min_peers:
         raise RemoteProtocolError("genesis", f"a first group of {len(manifest.group)}, min_peers is {rules.membership.min_peers}")
@@ -44,9 +46,11 @@ def verify_genesis(commit: Commit, rules: Rules) -> None:
     incarnations = set()
     for signed in commit.certificate:
         form = signed.message
-        if not isinstance(form, Form) or form.members != manifest.group or form.header.run != rules.run:
+        place = (form.header.run, form.header.round, form.header.parent)
+        expected_place = (rules.run, GENESIS_ROUND, rules.placeholder_parent())
+        if not isinstance(form, Form) or form.members != manifest.group or place != expected_place:
             raise RemoteProtocolError("genesis", "a genesis certificate holds something else than Forms of its group")
         signers.add(form.header.member)
         incarnations.add(form.incarnation)
-    if signers != set(manifest.group) or len(incarnations) != 1:
+    if signers != set(manifest.group) or len(incarnations) != 1 or len(commit.certificate) != len(signers):
         raise RemoteProtocolError("genesis", "not every member of the first group signed the same incarnation")

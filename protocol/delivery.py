@@ -47,6 +47,17 @@ class Liveness:
             return False
         return now <= max(view.last_heard, since) + self.rules.detection_seconds
 
+    def admits_stranger(self, members: Iterable[str], now: float) -> bool:
+        """Room for one more peer from outside the group? The table of those is bounded; the silent make room first."""
+        kept = set(members)
+        strangers = [peer for peer in self.peers if peer not in kept]
+        if len(strangers) < self.rules.max_observers:
+            return True
+        silent = [peer for peer in strangers if self.peers[peer].last_heard + self.rules.detection_seconds < now]
+        for peer in silent:
+            del self.peers[peer]
+        return bool(silent)
+
     def forget_silent(self, keep: Iterable[str], now: float) -> None:
         """Drop non-members that have been silent for long, so that the table does not fill with stale ids."""
         kept = set(keep)
@@ -63,10 +74,12 @@ class Delivery:
         self.rng = rng
         self._holders: dict[bytes, set[str]] = {}
         self._since: dict[bytes, float] = {}
+        self._repaired: dict[str, float] = {}
 
     def reset(self) -> None:
         self._holders.clear()
         self._since.clear()
+        self._repaired.clear()
 
     def noted(self, held_id: bytes, holders: Iterable[str], now: float) -> None:
         """A message was first held here at `now`; `holders` are known to have it."""
@@ -85,6 +98,10 @@ class Delivery:
 
     def missing(self, evidence: Evidence, peer: str, held: frozenset[bytes], now: float) -> list[Signed]:
         """What `peer` lacks of the round, oldest first, leaving out what is young enough to be on its way."""
+        # However often a peer heartbeats, it is answered at most twice per heartbeat time.
+        if now < self._repaired.get(peer, -math.inf) + self.rules.heartbeat_seconds / 2:
+            return []
+        self._repaired[peer] = now
         settled = now - self.rules.heartbeat_seconds
         gaps = [
             signed

@@ -33,9 +33,10 @@ def unpack(data: bytes, *, what: str) -> Any:
         value = msgpack.unpackb(
             data, raw=False, use_list=True, max_array_len=ARRAY_ITEMS, max_map_len=0, max_ext_len=0, max_str_len=4096
         )
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        canonical = pack(value)  # refuses what nests too deeply
+    except (ValueError, TypeError, OverflowError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise RemoteProtocolError("encoding", f"{what} does not parse: {type(error).__name__}") from error
-    if pack(value) != data:
+    if canonical != data:
         raise RemoteProtocolError("encoding", f"{what} is not in canonical form")
     return value
 

@@ -10,10 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparseloco.protocol.encoding import check_bytes, check_integer, fields, pack, unpack
+from sparseloco.protocol.encoding import DIGEST_BYTES, check_bytes, check_integer, fields, pack, unpack
 from sparseloco.protocol.errors import RemoteProtocolError
-from sparseloco.protocol.manifest import Manifest
-from sparseloco.protocol.messages import Announce, Commit, Frame, Heartbeat, Proposal, Signed
+from sparseloco.protocol.manifest import MAX_MILLISECONDS, Manifest
+from sparseloco.protocol.messages import (
+    Announce,
+    Check,
+    Close,
+    Commit,
+    Form,
+    Frame,
+    Heartbeat,
+    Proposal,
+    Signed,
+    Vote,
+)
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
@@ -171,6 +182,13 @@ class Voted:
 
 
 @dataclass(frozen=True, slots=True)
+class Said:
+    """A Close, Check or Proposal was made: after a restart it is said again word for word, never contradicted."""
+
+    message: Signed
+
+
+@dataclass(frozen=True, slots=True)
 class Formed:
     """This node signed a first group."""
 
@@ -184,7 +202,7 @@ class Committed:
     commit: Commit
 
 
-Record = Announced | DoorClosed | Voted | Formed | Committed
+Record = Announced | DoorClosed | Said | Voted | Formed | Committed
 
 
 def encode_record(record: Record) -> bytes:
@@ -198,6 +216,8 @@ def encode_record(record: Record) -> bytes:
             return pack([3, vote.parts, [proposal.parts] if proposal else [], [s.parts for s in prepared]])
         case Formed(form):
             return pack([4, form.parts])
+        case Said(message):
+            return pack([5, message.parts])
         case Committed():
             raise ValueError("a Committed record belongs in the chain, not in the vote log")
 
@@ -208,29 +228,34 @@ def decode_record(data: bytes) -> Record:
     kind = value[0] if isinstance(value, list) and value else None
     if kind == 1:
         _, parts, duration_ms = fields(value, 3, what="record")
-        announcement = Signed.from_parts(parts)
-        check_integer(duration_ms, 0, 2**40, "duration")
-        if not isinstance(announcement.message, Announce):
-            raise RemoteProtocolError("record", "an announcement record holds another message")
-        return Announced(announcement, duration_ms)
+        check_integer(duration_ms, 0, MAX_MILLISECONDS, "duration")
+        return Announced(Signed.from_parts(parts, (Announce.KIND,)), duration_ms)
     if kind == 2:
         _, parent, eligible = fields(value, 3, what="record")
-        check_bytes(parent, 32, "parent")
+        check_bytes(parent, DIGEST_BYTES, "parent")
+        for digest in _array(eligible):
+            check_bytes(digest, DIGEST_BYTES, "eligible announcement")
         return DoorClosed(parent, tuple(eligible))
     if kind == 3:
         _, vote, proposal, prepared = fields(value, 4, what="record")
-        proposals = [Signed.from_parts(parts) for parts in proposal]
-        if len(proposals) > 1 or any(not isinstance(p.message, Proposal) for p in proposals):
+        proposals = [Signed.from_parts(parts, (Proposal.KIND,)) for parts in _array(proposal)]
+        if len(proposals) > 1:
             raise RemoteProtocolError("record", "a vote record holds at most one proposal")
-        return Voted(
-            Signed.from_parts(vote),
-            proposals[0] if proposals else None,
-            tuple(Signed.from_parts(parts) for parts in prepared),
-        )
+        votes = tuple(Signed.from_parts(parts, (Vote.KIND,)) for parts in _array(prepared))
+        return Voted(Signed.from_parts(vote, (Vote.KIND,)), proposals[0] if proposals else None, votes)
     if kind == 4:
         _, form = fields(value, 2, what="record")
-        return Formed(Signed.from_parts(form))
+        return Formed(Signed.from_parts(form, (Form.KIND,)))
+    if kind == 5:
+        _, message = fields(value, 2, what="record")
+        return Said(Signed.from_parts(message, (Close.KIND, Check.KIND, Proposal.KIND)))
     raise RemoteProtocolError("record", f"unknown record kind {kind!r}")
+
+
+def _array(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise RemoteProtocolError("fields", "expected an array")
+    return value
 
 
 def encode_commit(manifest: Manifest, certificate: tuple[Signed, ...]) -> bytes:

@@ -62,6 +62,7 @@ class Evidence:
         self.by_digest: dict[bytes, tuple[Manifest, Signed]] = {}
         self.votes: dict[tuple[int, int], dict[str, Signed]] = {}
         self.highest_attempt = 0
+        self.attempt = 0  # the holder's own; statements too far beyond it are not kept
         self._tally: dict[tuple[int, int], Counter[bytes]] = {}
 
     def leader(self, attempt: int) -> str:
@@ -94,16 +95,16 @@ class Evidence:
             raise RemoteProtocolError("join", f"{sender} is a member already")
         if sender not in self.joins and len(self.joins) >= self.rules.max_observers:
             raise RemoteProtocolError("joiners", f"more than {self.rules.max_observers} peers ask to join")
-        previous = self.joins.get(sender)
-        if previous is not None:
-            self.messages.pop(previous.held_id, None)
-        self.joins[sender] = signed
+        if self.joins.setdefault(sender, signed) is not signed:
+            raise RemoteProtocolError("join", f"{sender} asked already, in another session")
         self.messages[signed.held_id] = signed
         return True
 
     def _add_member_message(self, signed: Signed) -> bool:
         message = signed.message
         sender = message.header.sender
+        if isinstance(message, Close | Proposal | Vote) and message.attempt > self.attempt + self.rules.attempt_window:
+            raise RemoteProtocolError("attempt-window", f"attempt {message.attempt}, this node is in attempt {self.attempt}")
         match message:
             case Announce():
                 return self._once(self.announcements, sender, signed, "announcement")

@@ -18,8 +18,11 @@ from sparseloco.protocol.rules import Rules
 if TYPE_CHECKING:
     from sparseloco.protocol.machine import Machine
 
-# Incarnations kept: the newest ones; an older list can no longer be completed by anybody who still signs.
-KEPT_INCARNATIONS = 16
+# Forms kept of one sender: its newest. An older list can no longer be completed by anybody who still signs.
+KEPT_FORMS = 4
+# A Form this far beyond one's own newest is refused: signing it would use up the incarnations. A proposer makes at most one per
+# settle time, so a newcomer can still enter a forming that has failed for two days.
+INCARNATION_WINDOW = 2**16
 
 
 class Forming:
@@ -48,7 +51,7 @@ class Forming:
             if held_id not in beat.held:
                 machine.emit(Send((peer,), signed))
 
-    def receive(self, signed: Signed) -> None:
+    def receive(self, signed: Signed, machine: Machine) -> None:
         form = signed.message
         assert isinstance(form, Form)
         header = form.header
@@ -56,7 +59,13 @@ class Forming:
             raise RemoteProtocolError("other-run", f"a Form of another run from {header.sender}")
         if len(form.members) > self.rules.membership.group_size:
             raise RemoteProtocolError("group-size", f"a first group of {len(form.members)} members")
-        if self.me in form.members:
+        if form.incarnation > self._signed_incarnation + INCARNATION_WINDOW:
+            raise RemoteProtocolError("incarnation", f"incarnation {form.incarnation} is too far beyond {self._signed_incarnation}")
+        # Whoever is heard is bounded, so what is kept is; a list signed here is completed whoever is silent by now.
+        view = machine.liveness.peers.get(header.sender)
+        heard = view is not None and view.session == header.session
+        signed_here = self.me.peer in self._forms.get((form.incarnation, form.members), {})
+        if self.me in form.members and (heard or signed_here):
             self._store(signed)
 
     def check_commit(self, commit: Commit) -> None:
@@ -65,8 +74,8 @@ class Forming:
     def advance(self, machine: Machine) -> Commit | None:
         """Propose or sign a first group where the rules say so; the genesis commit once a group is complete."""
         for (incarnation, members), forms in self._forms.items():
-            if len(forms) == len(members):
-                del incarnation
+            # A list that this peer left behind by signing a later one is not its to complete: both might be.
+            if len(forms) == len(members) and incarnation == self._signed_incarnation:
                 manifest = genesis_manifest(
                     self.rules.run, self.rules.genesis_state, members, self.rules.membership.budget_cap_ms
                 )
@@ -123,7 +132,9 @@ class Forming:
         if form.header.sender not in forms:
             forms[form.header.sender] = signed
             self.messages[signed.held_id] = signed
-        while len(self._forms) > KEPT_INCARNATIONS:
-            oldest = min(self._forms)
-            for old in self._forms.pop(oldest).values():
-                self.messages.pop(old.held_id, None)
+        theirs = sorted(key for key, signers in self._forms.items() if form.header.sender in signers)
+        for old in theirs[:-KEPT_FORMS]:
+            dropped = self._forms[old].pop(form.header.sender)
+            self.messages.pop(dropped.held_id, None)
+            if not self._forms[old]:
+                del self._forms[old]

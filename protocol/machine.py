@@ -7,6 +7,7 @@ The one law: a vote is durable before it is sent, and nothing sent earlier is ev
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,7 @@ from sparseloco.protocol.events import (
     Persist,
     Received,
     Record,
+    Said,
     Send,
     ServeCommits,
     Settled,
@@ -40,7 +42,7 @@ from sparseloco.protocol.events import (
 from sparseloco.protocol.evidence import Evidence
 from sparseloco.protocol.forming import Forming
 from sparseloco.protocol.manifest import GENESIS_ROUND, Member, tolerated_liars
-from sparseloco.protocol.messages import NO_HEAD_ROUND, Commit, Form, Frame, Header, Heartbeat, Join, Leave, Message, Signed
+from sparseloco.protocol.messages import MAX_HELD_IDS, NO_HEAD_ROUND, Announce, Commit, Form, Frame, Header, Heartbeat, Join, Leave, Message, Signed
 from sparseloco.protocol.round import Round
 from sparseloco.protocol.rules import Rules
 
@@ -48,6 +50,12 @@ from sparseloco.protocol.rules import Rules
 RECENT_COMMITS = 32
 # Commits sent in answer to one heartbeat of a peer that is behind.
 COMMITS_PER_ANSWER = 4
+# A peer that discovery reported and that never answers is heartbeat for this many detection times, until it is reported again.
+CANDIDATE_DETECTIONS = 20
+# Bodies of one sender kept for the round after this one; repairs bring the rest.
+FUTURE_BYTES = 1 << 20
+# Different refusals noted per round; the same peer breaking the same rule again is not news.
+NOTED_REFUSALS = 256
 
 
 class Machine:
@@ -56,6 +64,9 @@ class Machine:
     `sign` puts this node's signature under a message; `rng` chooses whom to forward to and nothing else; `records` are what an
     earlier process of the same session persisted, in order. `state_digest` is the digest of the state after `head`, if known.
     """
+
+    # The rules of one round; a test replaces it to switch one of them off.
+    round_factory: type[Round] = Round
 
     def __init__(
         self,
@@ -86,7 +97,8 @@ class Machine:
         self._state_digest = state_digest
         self._recent: deque[Commit] = deque(maxlen=RECENT_COMMITS)
         self._future: dict[str, list[Signed]] = {}
-        self._candidates: set[str] = set()
+        self._candidates: dict[str, float] = {}  # by peer: until when it is heartbeat without an answer
+        self._refused: set[tuple[str, str, str]] = set()
         self._member_since: dict[Member, float] = {}
         self._seen_alive: dict[str, bool] = {}
         self._next_heartbeat = 0.0
@@ -163,7 +175,7 @@ class Machine:
             match record:
                 case Formed(form):
                     self.forming.restore(form)
-                case Announced() | DoorClosed() | Voted():
+                case Announced() | DoorClosed() | Said() | Voted():
                     if self.round is not None:
                         self.round.restore(record)
                 case Committed():
@@ -178,7 +190,8 @@ class Machine:
         manifest = self.head.manifest
         self.delivery.reset()
         self._member_since = {m: self._member_since.get(m, self.now) for m in manifest.group}
-        self.round = Round(self, Evidence(manifest, self.rules))
+        self._refused.clear()
+        self.round = self.round_factory(self, Evidence(manifest, self.rules))
         self.round.begin()
         buffered, self._future = self._future, {}
         for messages in buffered.values():
@@ -188,8 +201,8 @@ class Machine:
     # --- liveness and heartbeats ----------------------------------------------------------------------------------
 
     def alive(self, member: Member) -> bool:
-        if member == self.me:
-            return True
+        if member.peer == self.me.peer:
+            return member == self.me
         assert self.head is not None
         at_genesis = self.head.manifest.round == GENESIS_ROUND
         grace = self.rules.formation_seconds if at_genesis else self.rules.detection_seconds
@@ -205,7 +218,7 @@ class Machine:
         limit = self.now - self.rules.detection_seconds
         peers = self.liveness.peers
         return sum(
-            member == self.me
+            member.peer == self.me.peer
             or ((view := peers.get(member.peer)) is not None and view.session == member.session and view.last_heard >= limit)
             for member in self.head.manifest.group
         )
@@ -226,7 +239,8 @@ class Machine:
     def _heartbeat(self) -> None:
         self._next_heartbeat = self.now + self.rules.heartbeat_seconds
         self.liveness.forget_silent(self.others(), self.now)
-        self._candidates -= set(self.liveness.peers)
+        peers = self.liveness.peers
+        self._candidates = {p: until for p, until in self._candidates.items() if p not in peers and until > self.now}
         audience = self._audience()
         if audience:
             self.emit(Send(tuple(audience), self.own_heartbeat()))
@@ -234,7 +248,9 @@ class Machine:
 
     def own_heartbeat(self) -> Heartbeat:
         manifest = self.head.manifest if self.head else None
-        held = frozenset(self.round.evidence.messages) if self.round else frozenset(self.forming.messages)
+        messages = self.round.evidence.messages if self.round else self.forming.messages
+        # More than fit are never needed; what is left out is at worst sent once more.
+        held = frozenset(messages if len(messages) <= MAX_HELD_IDS else itertools.islice(messages, MAX_HELD_IDS))
         return Heartbeat(
             self.rules.run,
             self.me.session,
@@ -259,8 +275,9 @@ class Machine:
             del self._seen_alive[peer]
 
     def _see_candidate(self, peer: str) -> None:
-        if peer != self.me.peer and peer not in self.liveness.peers and len(self._candidates) < self.rules.max_observers:
-            self._candidates.add(peer)
+        room = peer in self._candidates or len(self._candidates) < self.rules.max_observers
+        if peer != self.me.peer and peer not in self.liveness.peers and room:
+            self._candidates[peer] = self.now + CANDIDATE_DETECTIONS * self.rules.detection_seconds
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
@@ -270,6 +287,10 @@ class Machine:
             return self._receive(link, frame)
         except RemoteProtocolError as error:
             author = frame.message.header.sender if isinstance(frame, Signed) else link
+            refusal = (author, link, error.rule)
+            if refusal in self._refused or len(self._refused) >= NOTED_REFUSALS:
+                return False
+            self._refused.add(refusal)
             self.note("refused", peer=author, link=link, rule=error.rule, detail=error.detail)
             return False
 
@@ -288,13 +309,17 @@ class Machine:
         if link == self.me.peer:
             return False
         known = self.liveness.peers.get(link)
+        member = self.head.manifest.member(link) if self.head else None
+        if known is None and member is None and not self.liveness.admits_stranger(self.others(), self.now):
+            raise RemoteProtocolError("observers", f"more than {self.rules.max_observers} peers from outside the group heartbeat")
         self.liveness.heard(link, beat, self.now)
         mine = self.head.manifest.round if self.head else NO_HEAD_ROUND
         if beat.head_round < mine:
             self._answer_with_commits(link, beat.head_round)
         elif self.head is not None and self.round is not None and beat.head == self.head.manifest.digest:
-            for signed in self.delivery.missing(self.round.evidence, link, beat.held, self.now):
-                self.emit(Send((link,), signed))
+            if member is not None and member.session == beat.session:
+                for signed in self.delivery.missing(self.round.evidence, link, beat.held, self.now):
+                    self.emit(Send((link,), signed))
         elif self.head is None and beat.head_round == mine:
             self.forming.heard(link, beat, self)
         ahead = self.round is not None and beat.attempt > self.round.attempt
@@ -333,7 +358,7 @@ class Machine:
     def _receive_signed(self, link: str, signed: Signed) -> bool:
         if isinstance(signed.message, Form):
             if self.head is None:
-                self.forming.receive(signed)
+                self.forming.receive(signed, self)
             return self.head is None
         if self.round is not None and signed.held_id in self.round.evidence.messages:
             return False
@@ -357,9 +382,11 @@ class Machine:
         header = signed.message.header
         if self.round is None or header.round != self.round.number + 1:
             return
-        known = len(self._future) < 2 * self.rules.max_observers or header.sender in self._future
-        messages = self._future.setdefault(header.sender, []) if known else []
-        if len(messages) < self.rules.future_messages:
+        if header.sender not in self.round.evidence.members and header.sender not in self.round.evidence.joins:
+            return
+        messages = self._future.setdefault(header.sender, [])
+        total_bytes = len(signed.body) + sum(len(kept.body) for kept in messages)
+        if len(messages) < self.rules.future_messages and total_bytes <= FUTURE_BYTES:
             messages.append(signed)
 
     def accepted(self, signed: Signed, link: str) -> None:
@@ -374,6 +401,8 @@ class Machine:
         """Sign a message of this round, take it into the evidence, and send it to the whole group."""
         assert self.round is not None
         signed = self._sign(message)
+        if not isinstance(message, Join | Leave):  # those are the same words each time
+            self.persist(Said(signed))
         self.broadcast(signed)
         return signed
 
@@ -425,7 +454,10 @@ class Machine:
         manifest = commit.manifest
         announced = self.round is not None and self.round.own_announcement is not None
         attempt = self.round.attempt if self.round is not None else 0
-        committed = any(contribution.peer == self.me.peer for contribution in manifest.contributions)
+        own = self.round.own_announcement.message if self.round and self.round.own_announcement else None
+        committed = isinstance(own, Announce) and any(
+            (contribution.peer, contribution.payload) == (self.me.peer, own.payload) for contribution in manifest.contributions
+        )
         self.persist(Committed(commit))
         self.head = commit
         self._recent.append(commit)
@@ -455,7 +487,9 @@ class Machine:
         ahead = self.round.evidence.peers_beyond(self.round.attempt)
         for member in self.head.manifest.group:
             view = self.liveness.peers.get(member.peer)
-            if view is not None and view.head_round == self.head.manifest.round and view.attempt > self.round.attempt:
+            if view is None or view.session != member.session:
+                continue
+            if view.head_round == self.head.manifest.round and view.attempt > self.round.attempt:
                 ahead[member.peer] = max(ahead.get(member.peer, 0), view.attempt)
         ahead.pop(self.me.peer, None)
         needed = tolerated_liars(len(self.head.manifest.group)) + 1

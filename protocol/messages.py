@@ -8,7 +8,7 @@ themselves by the votes inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -30,8 +30,10 @@ from sparseloco.protocol.manifest import GENESIS_ROUND, MAX_COUNT, MAX_MILLISECO
 
 PROTOCOL_VERSION = 1
 MAX_ATTEMPT = 2**20
+MAX_INCARNATION = 2**40
 # Ids in a heartbeat are the first bytes of a message's digest: enough to tell a round's messages apart, small to send.
 HELD_ID_BYTES = 8
+MAX_HELD_IDS = ARRAY_ITEMS
 PREVOTE = 1
 PRECOMMIT = 2
 PHASE_NAMES = {PREVOTE: "prevote", PRECOMMIT: "precommit"}
@@ -154,7 +156,7 @@ class Close:
     @classmethod
     def parse(cls, header: Header, values: list[Any]) -> Close:
         attempt, announcements, leaves = fields(values, 3, what="Close")
-        return cls(header, attempt, _signed_items(announcements), _signed_items(leaves))
+        return cls(header, attempt, _signed_items(announcements, Announce), _signed_items(leaves, Leave))
 
     @property
     def covered(self) -> frozenset[str]:
@@ -253,7 +255,8 @@ class Proposal:
     @classmethod
     def parse(cls, header: Header, values: list[Any]) -> Proposal:
         attempt, close, checks, prepared = fields(values, 4, what="Proposal")
-        return cls(header, attempt, Signed.from_parts(close), _signed_items(checks), _signed_items(prepared))
+        inner_close = Signed.from_parts(close, (Close.KIND,))
+        return cls(header, attempt, inner_close, _signed_items(checks, Check), _signed_items(prepared, Vote))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +269,7 @@ class Form:
     members: tuple[Member, ...]
 
     def __post_init__(self) -> None:
-        check_integer(self.incarnation, 0, MAX_ATTEMPT, "incarnation")
+        check_integer(self.incarnation, 0, MAX_INCARNATION, "incarnation")
         check_sorted_unique(self.members, "members")
         if self.header.member not in self.members:
             raise RemoteProtocolError("form", "a founder signs only a group that holds itself")
@@ -320,11 +323,12 @@ class Signed:
         return ()
 
     @classmethod
-    def from_parts(cls, parts: Any) -> Signed:
+    def from_parts(cls, parts: Any, kinds: Container[int] | None = None) -> Signed:
+        """From body, public key and signature; `kinds`: those a message around it may hold, looked at before anything is parsed."""
         body, public_key, signature = fields(parts, 3, what="signed message")
         if type(body) is not bytes:
             raise RemoteProtocolError("fields", "a message body is a byte string")
-        return cls(decode_body(body), public_key, signature, body)
+        return cls(decode_body(body, kinds), public_key, signature, body)
 
     def verify(self, check: Callable[[str, bytes, bytes, bytes], bool]) -> None:
         """Check this signature and those inside; `check(peer_id, public_key, message, signature)`. Raises RemoteProtocolError."""
@@ -358,6 +362,8 @@ class Heartbeat:
         check_integer(self.head_round, NO_HEAD_ROUND, MAX_ROUND, "head round")
         check_bytes(self.head, DIGEST_BYTES, "head digest")
         check_integer(self.attempt, 0, MAX_ATTEMPT, "attempt")
+        if len(self.held) > MAX_HELD_IDS:
+            raise RemoteProtocolError("field-length", f"a heartbeat lists at most {MAX_HELD_IDS} held ids")
         for item in self.held:
             check_bytes(item, HELD_ID_BYTES, "held id")
 
@@ -369,8 +375,8 @@ class Heartbeat:
     def parse(cls, values: list[Any]) -> Heartbeat:
         run, session, head_round, head, attempt, leaving, held = fields(values, 7, what="Heartbeat")
         check_integer(leaving, 0, 1, "leaving")
-        if type(held) is not bytes or len(held) % HELD_ID_BYTES or len(held) > ARRAY_ITEMS * HELD_ID_BYTES:
-            raise RemoteProtocolError("field-length", f"held ids are up to {ARRAY_ITEMS} times {HELD_ID_BYTES} bytes")
+        if type(held) is not bytes or len(held) % HELD_ID_BYTES or len(held) > MAX_HELD_IDS * HELD_ID_BYTES:
+            raise RemoteProtocolError("field-length", f"held ids are up to {MAX_HELD_IDS} times {HELD_ID_BYTES} bytes")
         ids = [held[i : i + HELD_ID_BYTES] for i in range(0, len(held), HELD_ID_BYTES)]
         check_sorted_unique(ids, "held ids")
         return cls(run, session, head_round, head, attempt, bool(leaving), frozenset(ids))
@@ -401,10 +407,11 @@ class Commit:
         body, certificate = fields(values, 2, what="Commit")
         if type(body) is not bytes:
             raise RemoteProtocolError("fields", "a manifest body is a byte string")
-        return cls(Manifest.decode(body), _signed_items(certificate))
+        return cls(Manifest.decode(body), _signed_items(certificate, Vote, Form))
 
 
 Frame = Signed | Heartbeat | Commit
+SIGNED_FRAME = 0
 
 
 def signed_bytes(body: bytes) -> bytes:
@@ -416,13 +423,18 @@ def encode_body(message: Message) -> bytes:
     return pack([PROTOCOL_VERSION, message.KIND, message.header.values(), message.values()])
 
 
-def decode_body(body: bytes) -> Message:
-    """The message whose canonical bytes are `body`; raises RemoteProtocolError."""
+def decode_body(body: bytes, kinds: Container[int] | None = None) -> Message:
+    """The message whose canonical bytes are `body`; raises RemoteProtocolError.
+
+    Without the limit on `kinds` a message could nest Proposals in Proposals, each level hashed and parsed again.
+    """
     version, kind, header, values = fields(unpack(body, what="message body"), 4, what="message body")
-    if version != PROTOCOL_VERSION:
+    if type(version) is not int or version != PROTOCOL_VERSION:
         raise RemoteProtocolError("version", f"protocol version {version!r}, this node speaks {PROTOCOL_VERSION}")
     if type(kind) is not int or kind not in SIGNED_KINDS:
         raise RemoteProtocolError("kind", f"unknown message kind {kind!r}")
+    if kinds is not None and kind not in kinds:
+        raise RemoteProtocolError("inner-kind", f"a {SIGNED_KINDS[kind].__name__} has no place inside this message")
     message: Message = SIGNED_KINDS[kind].parse(Header(*fields(header, 5, what="header")), values)
     return message
 
@@ -436,7 +448,7 @@ def sign(message: Message, public_key: bytes, signer: Callable[[bytes], bytes]) 
 def encode(frame: Frame) -> bytes:
     """The bytes of one message on the wire."""
     if isinstance(frame, Signed):
-        return pack([PROTOCOL_VERSION, 0, frame.parts])
+        return pack([PROTOCOL_VERSION, SIGNED_FRAME, frame.parts])
     return pack([PROTOCOL_VERSION, frame.KIND, frame.values()])
 
 
@@ -445,9 +457,11 @@ def decode(data: bytes, max_bytes: int) -> Frame:
     if len(data) > max_bytes:
         raise RemoteProtocolError("message-bytes", f"{len(data)} bytes, the run allows {max_bytes}")
     version, kind, values = fields(unpack(data, what="frame"), 3, what="frame")
-    if version != PROTOCOL_VERSION:
+    if type(version) is not int or version != PROTOCOL_VERSION:
         raise RemoteProtocolError("version", f"protocol version {version!r}, this node speaks {PROTOCOL_VERSION}")
-    if kind == 0:
+    if type(kind) is not int:
+        raise RemoteProtocolError("kind", f"unknown frame kind {kind!r}")
+    if kind == SIGNED_FRAME:
         return Signed.from_parts(values)
     if kind == Heartbeat.KIND:
         return Heartbeat.parse(values)
@@ -466,8 +480,9 @@ def _members(value: Any) -> tuple[Member, ...]:
     return tuple(Member(*fields(item, 2, what="member")) for item in _array(value))
 
 
-def _signed_items(value: Any) -> tuple[Signed, ...]:
-    return tuple(Signed.from_parts(item) for item in _array(value))
+def _signed_items(value: Any, *kinds: type[Any]) -> tuple[Signed, ...]:
+    allowed = [kind.KIND for kind in kinds]
+    return tuple(Signed.from_parts(item, allowed) for item in _array(value))
 
 
 def _check_inner(inner: tuple[Signed, ...], kind: type[Any], header: Header, what: str) -> None:

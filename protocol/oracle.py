@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparseloco.protocol.simulator import SimulatedSwarm
 
 # Refusals that honest peers cause each other through lateness and restarts; any other refusal among honest peers is a bug.
-HONEST_REFUSALS = {"join", "not-a-member", "equivocation:Check"}
+HONEST_REFUSALS = {"join", "not-a-member"}
 
 
 class Violation(AssertionError):
@@ -43,6 +43,7 @@ class Oracle:
         self._seen_payload: dict[tuple[str, bytes], float] = {}
         self._valid_marks: dict[bytes, set[str]] = defaultdict(set)
         self._payload_of: dict[bytes, bytes] = {}
+        self._said: set[bytes] = set()
         self.commits = 0
 
     def fail(self, guarantee: str, detail: str) -> None:
@@ -51,7 +52,10 @@ class Oracle:
     # --- what is said ---------------------------------------------------------------------------------------------
 
     def said(self, signed: Signed) -> None:
-        """A peer signed a message; from here on it counts as sent, whatever becomes of it."""
+        """A peer made a statement durable or sent it; from here on it counts, whatever becomes of it."""
+        if signed.digest in self._said:
+            return
+        self._said.add(signed.digest)
         message = signed.message
         if isinstance(message, Vote) and message.phase == PRECOMMIT and message.digest != NIL:
             self._precommitted(message)
@@ -92,8 +96,6 @@ class Oracle:
 
     def refused(self, peer: str, fields: Mapping[str, Any]) -> None:
         rule = fields["rule"]
-        if rule == "equivocation" and "Check" in fields["detail"]:
-            rule = "equivocation:Check"
         if rule not in HONEST_REFUSALS and self._swarm.profile.durable:
             self.fail("honest-refusal", f"{peer} refused {fields['peer']}: {rule}: {fields['detail']}")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sparseloco.protocol.errors import LocalProtocolError
-from sparseloco.protocol.events import Announced, DoorClosed, Fetch, Persist, Record, Reveal, Train, Trained, Voted
+from sparseloco.protocol.events import Announced, DoorClosed, Fetch, Persist, Record, Reveal, Said, Train, Trained, Voted
 from sparseloco.protocol.evidence import Evidence, Prepared
 from sparseloco.protocol.manifest import Manifest, Member
 from sparseloco.protocol.messages import NIL, PHASE_NAMES, PRECOMMIT, PREVOTE, Announce, Check, Close, Commit, Proposal, Signed, Vote
@@ -43,9 +43,9 @@ class Round:
         self._announce_done = self._train_asked = self._revealed = False
         self._own_check: Check | None = None
         self._check_revision = 0
+        self._checked_known = (0, 0)  # how many Closes and payloads the last look at one's own Check knew of
         self._cast: dict[tuple[int, int], bytes] = {}
         self._cast_at: dict[tuple[int, int], float] = {}
-        self._abdicated_attempt = -1
         self._met_quorum = False
 
     # --- beginning, restarting ------------------------------------------------------------------------------------
@@ -71,22 +71,22 @@ class Round:
             case DoorClosed(closed_parent, eligible) if closed_parent == parent:
                 self.closed_at = self.machine.now
                 self.eligible = frozenset(eligible)
+            case Said(said) if said.message.header.parent == parent:
+                if isinstance(said.message, Close | Proposal):
+                    self.attempt = self.evidence.attempt = max(self.attempt, said.message.attempt)
+                self.evidence.add(said)
+                if isinstance(said.message, Check):
+                    self._own_check, self._check_revision = said.message, said.message.revision + 1
             case Voted(vote, proposal, prepared) if vote.message.header.parent == parent:
                 self._restore_vote(vote, proposal, prepared)
-            case _:
-                return
-        # Whatever this node led before the crash it may have said already; it does not lead that attempt again, and its
-        # Checks continue well past any revision it may have sent.
-        self._abdicated_attempt = self.attempt
-        self._check_revision = max(self._check_revision, self.rules.check_resends // 2)
 
     def _restore_vote(self, vote: Signed, proposal: Signed | None, prepared: tuple[Signed, ...]) -> None:
         message = vote.message
         assert isinstance(message, Vote)
+        self.attempt = self.evidence.attempt = max(self.attempt, message.attempt)
         self.evidence.add(vote)
         key = (message.phase, message.attempt)
         self._cast[key], self._cast_at[key] = message.digest, self.machine.now
-        self.attempt = max(self.attempt, message.attempt)
         if message.phase == PRECOMMIT and message.digest != NIL:
             if proposal is None:
                 raise LocalProtocolError("a precommit was recorded without the proposal it locks on")
@@ -110,7 +110,7 @@ class Round:
     def _pending_membership(self) -> bool:
         group = self.evidence.parent.group
         gone = any(not self.machine.alive(m) or self.machine.leaving_member(m) for m in group if m != self.me)
-        return gone or bool(self.evidence.joins) or bool(self.evidence.leaves)
+        return gone or bool(self._ready_joiners()) or bool(self.evidence.leaves)
 
     @property
     def _stalled(self) -> bool:
@@ -123,13 +123,18 @@ class Round:
 
     def _covers_the_living(self, covered: frozenset[str]) -> bool:
         return all(
-            m.peer in covered or not self.machine.alive(m) or self.machine.leaving_member(m)
+            m.peer in covered or not self.machine.alive(m) or self.machine.leaving_member(m) or self._shut_out(m.peer)
             for m in self.evidence.parent.group
         )
 
+    def _shut_out(self, peer: str) -> bool:
+        """The door is shut and this peer had not announced: no Close has a reason to wait for it any more."""
+        announced = self.evidence.announcements.get(peer)
+        return not self.door_open() and (announced is None or announced.digest not in self.eligible)
+
     def _acceptable(self, close: Close) -> bool:
-        """Rule 4: a Close before the budget is over must cover every member seen alive here."""
-        return self.idle or self._budget_over or self._covers_the_living(close.covered)
+        """Rule 4: a Close before the budget is over must cover every member seen alive here. One's own was found to, once."""
+        return close.header.member == self.me or self.idle or self._budget_over or self._covers_the_living(close.covered)
 
     def _timed_out(self, since: float, seconds: float) -> bool:
         return self.machine.now >= since + seconds and not self._stalled
@@ -186,7 +191,7 @@ class Round:
         self.machine.note("announced", payload=trained.payload.hex(), bytes=trained.payload_bytes)
 
     def _leads(self) -> bool:
-        return self.evidence.leader(self.attempt) == self.me.peer and self.attempt > self._abdicated_attempt
+        return self.evidence.leader(self.attempt) == self.me.peer
 
     def _close(self) -> None:
         if not self._leads() or self._accepted or self.attempt in self.evidence.closes or not self._met_quorum:
@@ -225,7 +230,7 @@ class Round:
 
     def _reveal(self, close: Close) -> None:
         own = self.own_announcement
-        if own is None or self._revealed or own not in close.announcements:
+        if own is None or self._revealed or own.digest not in {signed.digest for signed in close.announcements}:
             return
         self._revealed = True
         assert isinstance(own.message, Announce)
@@ -258,13 +263,19 @@ class Round:
         base = self.machine.state_digest
         if self.closed_at is None or base is None or not self._accepted:
             return
+        known = (len(self._accepted), len(self._settled))
+        if self._own_check is not None and known == self._checked_known:
+            return
+        self._checked_known = known
         wanted = self._wanted()
         complete = all(digest in self._settled for digest in wanted)
         if self._own_check is None and not complete and self.machine.now < self.closed_at + self.rules.exchange_seconds:
             return
-        valid = tuple(sorted(d for d, a in wanted.items() if self._settled.get(d) == "" and a.base == base))
-        if self._own_check is not None and set(valid) <= set(self._own_check.valid):
+        listed = set(self._own_check.valid) if self._own_check is not None and self._own_check.base == base else set()
+        found = {d for d, a in wanted.items() if self._settled.get(d) == "" and a.base == base}
+        if self._own_check is not None and found <= listed:
             return
+        valid = tuple(sorted(found | listed))
         if self._check_revision > self.rules.check_resends:
             return
         group = self.evidence.parent.group
@@ -350,9 +361,8 @@ class Round:
         choice = None if proposal is None else self._choice(proposal.message, self.evidence.manifests[self.attempt])
         if choice is None:
             leader = self.evidence.members[self.evidence.leader(self.attempt)]
-            abdicated = leader == self.me and self.attempt <= self._abdicated_attempt
             gone = not self.machine.alive(leader) and not self._stalled
-            if not (abdicated or gone or self._timed_out(self.propose_deadline(), 0.0)):
+            if not (gone or self._timed_out(self.propose_deadline(), 0.0)):
                 return False
             choice = NIL
         self._cast_vote(PREVOTE, choice, None, ())
@@ -418,7 +428,7 @@ class Round:
         return False
 
     def _enter(self, attempt: int, why: str) -> None:
-        self.attempt = attempt
+        self.attempt = self.evidence.attempt = attempt
         self.entered = self.machine.now
         self.evidence.forget_nil_votes_before(attempt - 1)
         self.machine.note("attempt", attempt=attempt, why=why)

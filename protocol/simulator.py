@@ -10,7 +10,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparseloco.protocol.certificates import founding_commit
@@ -29,6 +29,7 @@ from sparseloco.protocol.events import (
     Received,
     Record,
     Reveal,
+    Said,
     Send,
     ServeCommits,
     Settled,
@@ -36,6 +37,7 @@ from sparseloco.protocol.events import (
     Tick,
     Train,
     Trained,
+    Voted,
 )
 from sparseloco.protocol.machine import Machine
 from sparseloco.protocol.manifest import Member, MembershipRules, genesis_manifest
@@ -73,6 +75,7 @@ class Profile:
     durable: bool = True
     power_cuts: int = 0
     form: bool = False
+    min_peers: int = 2
 
 
 SIMULATED_MEMBERSHIP = MembershipRules(
@@ -82,11 +85,11 @@ SIMULATED_RUN = sha256(b"simulated run")
 GENESIS_STATE = sha256(b"simulated genesis")
 
 
-def simulated_rules(founders: tuple[str, ...]) -> Rules:
+def simulated_rules(founders: tuple[str, ...], min_peers: int = 2) -> Rules:
     return Rules(
         run=SIMULATED_RUN,
         genesis_state=GENESIS_STATE,
-        membership=SIMULATED_MEMBERSHIP,
+        membership=replace(SIMULATED_MEMBERSHIP, min_peers=min_peers),
         heartbeat_seconds=1.5,
         detection_seconds=6.0,
         formation_seconds=15.0,
@@ -135,6 +138,8 @@ class SimulatedPeer:
             if state is not None:
                 self.disk.states[head.manifest.round] = state
         head = self.disk.chain[-1] if self.disk.chain else None
+        self.swarm.head_changed = True
+        self._catch_up_with_chain()
         known = self.disk.states.get(head.manifest.round) if head is not None else None
         self.incarnation += 1
         self.machine = self.swarm.machine_factory(
@@ -152,9 +157,13 @@ class SimulatedPeer:
         self.handle(Tick())
 
     def sign(self, message: Message) -> Signed:
-        signed = Signed(message, b"", b"", encode_body(message))
-        self.swarm.oracle.said(signed)
-        return signed
+        return Signed(message, b"", b"", encode_body(message))
+
+    def _catch_up_with_chain(self) -> None:
+        """Apply what was committed durably but not applied before a crash."""
+        for commit in self.disk.chain:
+            if commit.manifest.round not in self.disk.states:
+                self._apply(commit)
 
     def handle(self, event: Event) -> None:
         machine = self.machine
@@ -194,13 +203,20 @@ class SimulatedPeer:
         swarm = self.swarm
         match effect:
             case Send(peers, frame):
+                if isinstance(frame, Signed) and frame.message.header.sender == self.peer:
+                    swarm.oracle.said(frame)
                 for peer in peers:
                     swarm.send(self.peer, peer, frame)
             case Persist(Committed(commit)):
                 self.disk.chain.append(commit)
                 self.disk.records.clear()
+                swarm.head_changed = True
             case Persist(record):
                 self.disk.records.append(record)
+                if isinstance(record, Voted):
+                    swarm.oracle.said(record.vote)
+                elif isinstance(record, Said):
+                    swarm.oracle.said(record.message)
                 if isinstance(record, Announced):
                     swarm.oracle.announced(self.peer, record.announcement)
             case Train(number, _, _, budget_ms):
@@ -276,12 +292,13 @@ class SimulatedSwarm:
         self.machine_factory = machine_factory
         self.now = 0.0
         self.events = 0
+        self.head_changed = False  # a peer committed, started or left: only then can the run be over
         self.counts: dict[str, int] = {}
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = itertools.count()
         names = [f"peer{i}" for i in range(peers)]
         founders = names[: max(1, peers - profile.late_joiners)]
-        self.rules = simulated_rules(() if profile.form else tuple(founders))
+        self.rules = simulated_rules(() if profile.form else tuple(founders), profile.min_peers)
         slow = set(self.rng.sample(names, min(profile.slow_peers, peers)))
         self.peers = {name: SimulatedPeer(self, name, profile.slow_factor if name in slow else 1.0) for name in names}
         self.founders = founders
@@ -299,9 +316,10 @@ class SimulatedSwarm:
     # --- the network ----------------------------------------------------------------------------------------------
 
     def delay(self) -> float:
-        profile = self.profile
-        delay = self.rng.uniform(*profile.latency_seconds)
-        if self.rng.random() < profile.tail_probability:
+        profile, draw = self.profile, self.rng.random
+        low, high = profile.latency_seconds
+        delay = low + (high - low) * draw()
+        if draw() < profile.tail_probability:
             delay += self.rng.expovariate(1 / profile.tail_seconds)
         return delay
 
@@ -399,21 +417,33 @@ class SimulatedSwarm:
         if len(staying) > self.rules.membership.min_peers + 1:
             leaver = self.rng.choice(staying)
             self._gone.add(leaver.peer)
+            self.head_changed = True
             self.count("leave")
             leaver.handle(LeaveRequested())
-            self.schedule(self.now + 30.0, leaver.crash)
+            self.schedule(self.now + 2.0, self._go, leaver, self.now + 30.0)
+
+    def _go(self, leaver: SimulatedPeer, patience: float) -> None:
+        """A leaver goes when it was dropped, or out of patience where the others are a quorum without it."""
+        machine = leaver.machine
+        if machine is None:
+            return
+        impatient = self.now >= patience and machine.head is not None and len(machine.head.manifest.group) >= 4
+        if not machine.is_member or impatient:
+            leaver.crash()
+        else:
+            self.schedule(self.now + 2.0, self._go, leaver, patience)
 
     # --- running --------------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        staying = [p for p in self.peers.values() if p.peer not in self._gone]
-        return all(p.up and p.head_round >= self.rounds - 1 for p in staying)
+        return all(p.up and p.head_round >= self.rounds - 1 for p in self.peers.values() if p.peer not in self._gone)
 
     def run(self, limit_seconds: float | None = None) -> None:
         """Until every peer that stays has committed all rounds; Violation if that takes longer than the bound."""
         self._plan()
         limit = limit_seconds if limit_seconds is not None else 300.0 + self.rounds * 90.0
-        while self._heap and not self.done():
+        while self._heap and not (self.head_changed and self.done()):
+            self.head_changed = False
             at, _, action, arguments = heapq.heappop(self._heap)
             if at > limit:
                 heads = {p.peer: p.head_round for p in self.peers.values() if p.up}
