@@ -122,11 +122,11 @@ class Algorithm(Table):
         "the learning rate after the warm-up: cosine, linear or constant",
     )
     final_learning_rate_fraction: float = key(0.1, number(0.0, 1.0), "where the schedule ends, as a part of the peak")
-    top_k: int = key(64, integer(1, 4096), "values kept of each chunk", "values")
-    chunk: int = key(4096, integer(2, 65536), "values in one chunk", "values")
+    top_k: int = key(64, schema.one_of(16, 32, 64, 128, 256, 512), "values kept of each chunk", "values")
+    chunk: int = key(4096, schema.one_of(4096), "values in one chunk, fixed by the codec", "values")
     beta: float = key(0.95, number(0.0, 1.0), "decay of the error feedback")
     alpha: tuple[tuple[int, float], ...] = key(
-        [[0, 0.5]],
+        [[0, 0.8]],
         schema.steps_over_rounds(number(0.0, 100.0, above=True)),
         "outer step size: a number, or [[from_round, value], ...]",
     )
@@ -135,12 +135,8 @@ class Algorithm(Table):
         choice("contributor-mean", "mean"),
         "contributor-mean: over those who sent a value; mean: over all who contributed",
     )
-    codec: str = key("ef2-4096", text(r"[a-z0-9][a-z0-9-]{0,63}", "a codec's id"), "the payload's form")
+    codec: str = key("ef2-4096", choice("ef2-4096"), "the payload's form")
     overlap: bool = key(False, boolean, "train on while the exchange of the previous round is under way")
-
-    def check_together(self) -> None:
-        if self.top_k > self.chunk:
-            raise RunFileError(f"[algorithm] top_k = {self.top_k} is above chunk = {self.chunk}; lower top_k")
 
     def alpha_at(self, round_number: int) -> float:
         """The outer step size of a round (0-based)."""
@@ -250,6 +246,12 @@ class RunFile:
                 raise RunFileError(
                     f"[run] {what}: {count} is above [limits] group_size = {self.limits.group_size}; raise group_size"
                 )
+        positions = self.model.config.get("max_position_embeddings")
+        if isinstance(positions, int) and positions < self.data.sequence_length:
+            raise RunFileError(
+                f"[data] sequence_length = {self.data.sequence_length} is above [model].config.max_position_embeddings = "
+                f"{positions}; lower the one or raise the other"
+            )
         outside = set(self.run.founders) - set(self.admission.peers)
         if self.admission.mode == "list" and not self.admission.organiser and outside:
             raise RunFileError(f"[run] founders: {min(outside)} is not in [admission] peers; add it there")

@@ -88,6 +88,18 @@ def boolean(where: str, value: object) -> bool:
     return value
 
 
+def one_of(*allowed: int) -> Rule:
+    """A whole number out of a short list."""
+    words = ", ".join(map(str, allowed))
+
+    def rule(where: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
+            raise RunFileError(f"{where} = {_shown(value)} must be one of {words}")
+        return value
+
+    return rule
+
+
 def choice(*allowed: str) -> Rule:
     def rule(where: str, value: object) -> str:
         if not isinstance(value, str):

@@ -23,7 +23,6 @@ from sparseloco.node.catch_up import CatchUp, Chain
 from sparseloco.node.durable import OutOfDisk
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.services import Hello, StateOffer, make_hello
-from sparseloco.node.state import piece_digests, read_piece, total_bytes
 from sparseloco.node.store import StateDir
 from sparseloco.node.worker import Trained as WorkerTrained
 from sparseloco.node.worker import Worker
@@ -31,7 +30,7 @@ from sparseloco.protocol import events as ev
 from sparseloco.protocol.errors import RemoteProtocolError
 from sparseloco.protocol.machine import Machine
 from sparseloco.protocol.manifest import GENESIS_ROUND, Manifest, Member
-from sparseloco.protocol.messages import Check, Commit, Frame, Heartbeat, Message, Signed, decode, encode, sign
+from sparseloco.protocol.messages import Announce, Check, Commit, Frame, Heartbeat, Message, Signed, decode, encode, sign
 from sparseloco.protocol.rules import Rules
 
 logger = logging.getLogger(__name__)
@@ -110,12 +109,12 @@ class Driver:
         self._torch_thread = ThreadPoolExecutor(1, "torch")
         self._side_thread = ThreadPoolExecutor(1, "digest")
         self._digests: dict[int, Future[bytes]] = {}
+        self._reports: set[asyncio.Future[Any]] = set()  # of the events still to be written about finished rounds
         self._stop_training = False
         self._was_late = False
         self._joined = False
         self._leaving_since: float | None = None
         self._linger_until = 0.0
-        self._offer: StateOffer | None = None
         self._machine = self._make_machine()
         transport.on_message(self._on_message)
         transport.on_death(self._daemon_died)
@@ -131,6 +130,9 @@ class Driver:
             done.set_result(digest)
             self._digests[head.manifest.round] = done
         records = [ev.decode_record(data) for data in self.store.open_votes().records]
+        for record in records:
+            if isinstance(record, ev.Announced) and isinstance(record.announcement.message, Announce):
+                self.exchange.hide(record.announcement.message.payload)
         return Machine(
             self.me,
             self.rules,
@@ -166,16 +168,26 @@ class Driver:
         silence = time.monotonic() - view.last_heard
         return Hello(**{**hello.__dict__, "your_session": view.session.hex(), "your_silence_seconds": silence})
 
+    @property
+    def state_bytes(self) -> int:
+        return 4 * self.worker.layout.parameters
+
     def offer(self) -> StateOffer | None:
-        return self._offer
+        """The newest checkpoint that a joiner can check: the chain names its digest in the manifest after it."""
+        for number in reversed(self.store.checkpoints.rounds()):
+            certified = self.catch_up.certified_digest(number)
+            if certified is not None:
+                info = self.store.checkpoints.info(number)
+                return StateOffer(number, self.state_bytes, tuple(piece.hex() for piece in info.piece_digests))
+        return None
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
     async def run(self) -> str:
         """Until the run's end, the asked number of rounds, a clean leave, or an error."""
-        self._publish_offer(self.worker.state_round, self.worker.theta)
+        self.exchange.served.offer_checkpoints(self.state_bytes)
         if self.head_round == GENESIS_ROUND or self.chain.head is None:
-            self._submit_evaluation(GENESIS_ROUND, self.worker.theta)
+            self._report_later(self._evaluate(GENESIS_ROUND, self.worker.theta))
         workers = [asyncio.create_task(self._do_work())]
         try:
             await self._loop()
@@ -258,10 +270,7 @@ class Driver:
     def _is_over(self) -> bool:
         """All rounds are committed, applied and reported."""
         enough = self.rounds is not None and self.progress.committed_rounds >= self.rounds
-        return (self._run_is_over() or enough) and self._work.empty() and not self._digests_pending()
-
-    def _digests_pending(self) -> bool:
-        return self.worker.state_round not in self._digests or not self._digests[self.worker.state_round].done()
+        return (self._run_is_over() or enough) and self._work.empty() and not self._reports
 
     def _somebody_is_behind(self) -> bool:
         """A living member has not reached this head yet and may need this node's votes or blobs."""
@@ -444,7 +453,7 @@ class Driver:
         if manifest.round == GENESIS_ROUND:
             self._digest_state(GENESIS_ROUND)
             return
-        self._check_base(manifest)
+        await self._check_base(manifest)
         group = [m.peer for m in manifest.group]
         blobs = await self.catch_up.blobs_of(manifest, lambda: [p for p in group if p != self.me.peer])
         await self._on_torch_thread(self.worker.apply, manifest, blobs)
@@ -453,16 +462,17 @@ class Driver:
         self._count(manifest, committed, announced, late)
         theta = self.worker.theta
         digest = self._digest_state(manifest.round)
-        self._submit_evaluation(manifest.round, theta)
-        self.spawn(self._report(commit, attempt, digest, theta))
+        self._report_later(self._evaluate(manifest.round, theta))
+        self._report_later(self._report(commit, attempt, digest, theta))
 
-    def _check_base(self, manifest: Manifest) -> None:
+    async def _check_base(self, manifest: Manifest) -> None:
         """The group's base state must be the one held here; a machine that computes wrongly must not go on."""
-        mine = self._digests.get(manifest.round - 1)
-        if mine is not None and mine.result(600.0) != manifest.base:
+        digest = self._digests.get(manifest.round - 1)
+        mine = manifest.base if digest is None else await asyncio.wrap_future(digest)
+        if mine != manifest.base:
             raise StateError(
                 f"the group's state before round {manifest.round} is {manifest.base.hex()[:16]}, this node's is "
-                f"{mine.result().hex()[:16]}: this machine computed something else; start again with a new --state-dir"
+                f"{mine.hex()[:16]}: this machine computed something else; start again with a new --state-dir"
             )
 
     def _count(self, manifest: Manifest, committed: bool, announced: bool, late: bool) -> None:
@@ -515,7 +525,7 @@ class Driver:
             logger.error("%s; the checkpoint of round %d is skipped", error, number)
             return
         self._event("checkpoint", number, state_digest=digest.hex())
-        self._publish_offer(number, theta)
+        self.exchange.served.offer_checkpoints(self.state_bytes)
         kept = self.store.checkpoints.rounds()
         if len(kept) > 1:
             for old in range(kept[-2] - 2 * self.worker.run.round.checkpoint_every, kept[-2] + 1):
@@ -523,32 +533,15 @@ class Driver:
                 if manifest is not None:
                     self.store.blobs.unpin([contribution.payload for contribution in manifest.contributions])
 
-    def _publish_offer(self, number: int, theta: Mapping[str, Any]) -> None:
-        """Serve this state's pieces to joiners. Tensors of a state are never written again, so they can be read later."""
-        if not theta:
-            return
-        held = dict(theta)
-        digests = piece_digests(held)
-        length = total_bytes(held)
+    def _report_later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Write an event when its figures are there; the node does not leave before."""
+        report = self.spawn(work)
+        self._reports.add(report)
+        report.add_done_callback(self._reports.discard)
 
-        def reader(index: int) -> Callable[[], bytes]:
-            return lambda: read_piece(held, index)
-
-        sizes = [min(4 * 2**20, length - index * 4 * 2**20) for index in range(len(digests))]
-        self.exchange.served.offer_pieces((d, s, reader(i)) for i, (d, s) in enumerate(zip(digests, sizes, strict=True)))
-        self._offer = StateOffer(number, length, tuple(digest.hex() for digest in digests))
-
-    def _submit_evaluation(self, number: int, theta: Mapping[str, Any]) -> None:
+    async def _evaluate(self, number: int, theta: Mapping[str, Any]) -> None:
         loop = asyncio.get_running_loop()
-        evaluation = self._side_thread.submit(self.worker.evaluate, theta)
-
-        def evaluated(done: Future[Any]) -> None:
-            if not done.cancelled() and done.exception() is None:
-                loop.call_soon_threadsafe(self._evaluated, number, done.result())
-
-        evaluation.add_done_callback(evaluated)
-
-    def _evaluated(self, number: int, evaluation: Any) -> None:
+        evaluation = await loop.run_in_executor(self._side_thread, self.worker.evaluate, theta)
         self.progress.eval_loss = evaluation.loss
         self._event("evaluated", number, loss=evaluation.loss, windows=evaluation.windows)
 

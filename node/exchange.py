@@ -13,11 +13,15 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from sparseloco.bootstrap.errors import StateError
 from sparseloco.bootstrap.transport import Transport, TransportError
 from sparseloco.compression.layout import PayloadLayout
 from sparseloco.compression.validation import PayloadError, validate
 from sparseloco.node.blobs import BlobStore
+from sparseloco.node.checkpoints import CheckpointStore
 from sparseloco.node.contribution import ContributionError, ContributionHeader, contribution_bytes, open_contribution
+from sparseloco.node.state import PIECE_BYTES
+from sparseloco.node.store import StateDir
 from sparseloco.protocol.messages import Announce, Signed
 
 logger = logging.getLogger(__name__)
@@ -39,45 +43,46 @@ class _Wanted:
 
 
 class GatedBlobs:
-    """What this node serves: its blobs but for its own unrevealed payload, and pieces of its checkpoints."""
+    """What this node serves: its blobs but for its own unrevealed payload, and the pieces of its checkpoints."""
 
-    def __init__(self, blobs: BlobStore) -> None:
+    def __init__(self, blobs: BlobStore, checkpoints: CheckpointStore) -> None:
         self.blobs = blobs
+        self.checkpoints = checkpoints
         self.hidden: set[bytes] = set()
-        self.pieces: dict[bytes, Callable[[], bytes]] = {}
-        self.piece_sizes: dict[bytes, int] = {}
-        self._last_piece: tuple[bytes, bytes] = (b"", b"")
+        self._pieces: dict[bytes, tuple[int, int, int]] = {}  # digest -> round, index, size
 
     def size(self, digest: bytes) -> int | None:
         if digest in self.hidden:
             return None
-        if digest in self.piece_sizes:
-            return self.piece_sizes[digest]
-        return self.blobs.size(digest)
+        piece = self._pieces.get(digest)
+        return piece[2] if piece is not None else self.blobs.size(digest)
 
     def read(self, digest: bytes, offset: int, n: int) -> bytes:
-        piece = self.pieces.get(digest)
+        piece = self._pieces.get(digest)
         if piece is None:
             return self.blobs.read(digest, offset, n)
-        if self._last_piece[0] != digest:
-            self._last_piece = (digest, piece())
-        return self._last_piece[1][offset : offset + n]
+        try:
+            return self.checkpoints.read_piece(piece[0], piece[1])[offset : offset + n]
+        except StateError as error:
+            raise OSError(str(error)) from error
 
-    def offer_pieces(self, pieces: Iterable[tuple[bytes, int, Callable[[], bytes]]]) -> None:
-        """Serve these pieces (digest, size, reader) instead of earlier ones."""
-        self.pieces, self.piece_sizes = {}, {}
-        for digest, size, read in pieces:
-            self.pieces[digest], self.piece_sizes[digest] = read, size
+    def offer_checkpoints(self, length_bytes: int) -> None:
+        """Serve the pieces of every checkpoint that is on the disk now; a state has `length_bytes`."""
+        self._pieces = {}
+        for round_number in self.checkpoints.rounds():
+            for index, digest in enumerate(self.checkpoints.info(round_number).piece_digests):
+                size = min(PIECE_BYTES, length_bytes - index * PIECE_BYTES)
+                self._pieces.setdefault(digest, (round_number, index, size))
 
 
 class Exchange:
     """One node's payload traffic. All methods run in the event loop; checking runs on a thread."""
 
-    def __init__(self, transport: Transport, blobs: BlobStore, layout: PayloadLayout, rng: random.Random) -> None:
+    def __init__(self, transport: Transport, store: StateDir, layout: PayloadLayout, rng: random.Random) -> None:
         self.transport = transport
         self.layout = layout
-        self.served = GatedBlobs(blobs)
-        self._blobs = blobs
+        self.served = GatedBlobs(store.blobs, store.checkpoints)
+        self._blobs = store.blobs
         self._rng = rng
         self._wanted: dict[bytes, _Wanted] = {}
         self._pushing = asyncio.Semaphore(PUSHES_AT_ONCE)

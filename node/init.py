@@ -73,9 +73,12 @@ def initialise(run: RunFile, run_path: Path, kept: str | None = None) -> RunFile
 
     `kept` is the text of an edited run file: only its genesis line is changed, comments stay.
     """
+    from sparseloco.node.corpus import corpus_of_run
     from sparseloco.node.durable import write_atomic
     from sparseloco.node.genesis import make_genesis, write_genesis
+    from sparseloco.node.windows import WindowPlan
 
+    WindowPlan.of_run(run, corpus_of_run(run).train)  # says now what would stop every peer later
     digest = write_genesis(genesis_path(run_path), make_genesis(run.model.config, run.run.seed))
     run = run.with_genesis(digest)
     written = run.to_toml() if kept is None else with_digest(kept, run)

@@ -287,7 +287,7 @@ class Node:
             micro_batch=self.options.micro_batch,
             own_data=self.options.data,
         )
-        exchange = Exchange(self.transport, self.store.blobs, worker.layout, random.Random())
+        exchange = Exchange(self.transport, self.store, worker.layout, random.Random())
         chain = Chain(self.store, self.rules)
         catch_up = CatchUp(self.transport, exchange, worker, chain)
         donors = await self._donors(donors)
@@ -402,8 +402,7 @@ class Node:
                 self._remember(found)
             if not await self.transport.connected():
                 await self._dial_again()
-            settled = driver.head_round > GENESIS_ROUND and len(found) + 1 >= len(self.progress.group)
-            await asyncio.sleep(LOOK_LATER_SECONDS if settled else LOOK_SECONDS)
+            await asyncio.sleep(LOOK_LATER_SECONDS if driver.head_round > GENESIS_ROUND else LOOK_SECONDS)
 
     async def _dial_again(self) -> None:
         try:
@@ -456,6 +455,11 @@ def _hears_another(donor: Donor, own_session: str, detection_seconds: float) -> 
 
 
 def _peak_rss_bytes() -> int:
+    """This process's own peak; getrusage would report the parent's where that was larger."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        line = next((line for line in status.read_text().splitlines() if line.startswith("VmHWM:")), "VmHWM: 0 kB")
+        return int(line.split()[1]) * 1024
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

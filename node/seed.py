@@ -28,7 +28,7 @@ from sparseloco.node.node import run_on_fast_loop
 from sparseloco.node.options import BootstrapOptions
 from sparseloco.node.places import default_state_dir, default_state_root
 from sparseloco.node.services import Hello, Services, StateOffer, make_hello
-from sparseloco.node.state import PIECE_BYTES, digest_of_pieces, piece_digests, read_piece, total_bytes
+from sparseloco.node.state import state_digest, total_bytes
 from sparseloco.node.store import StateDir
 from sparseloco.node.tensor_file import read_tensors
 from sparseloco.protocol.manifest import GENESIS_ROUND
@@ -145,17 +145,17 @@ async def _serve(
 
 
 def _genesis_offer(store: StateDir, run: RunFile, genesis: Path) -> tuple[GatedBlobs, StateOffer]:
+    """The genesis state as a checkpoint of the state directory, and what is served of it."""
     theta = read_tensors(genesis)
-    digests, length = piece_digests(theta), total_bytes(theta)
-    if digest_of_pieces(length, digests) != run.require_genesis():
+    if state_digest(theta) != run.require_genesis():
         raise StateError(f"{genesis}: is not the state that [run] genesis names; `init --genesis` makes both anew")
-    blobs = GatedBlobs(store.blobs)
-    sizes = [min(PIECE_BYTES, length - index * PIECE_BYTES) for index in range(len(digests))]
-    blobs.offer_pieces(
-        (digest, size, lambda index=index: read_piece(theta, index))  # type: ignore[misc]
-        for index, (digest, size) in enumerate(zip(digests, sizes, strict=True))
-    )
-    return blobs, StateOffer(GENESIS_ROUND, length, tuple(digest.hex() for digest in digests))
+    if GENESIS_ROUND not in store.checkpoints.rounds():
+        store.checkpoints.save(GENESIS_ROUND, theta, bytes(32))
+    info = store.checkpoints.info(GENESIS_ROUND)
+    length = total_bytes(theta)
+    blobs = GatedBlobs(store.blobs, store.checkpoints)
+    blobs.offer_checkpoints(length)
+    return blobs, StateOffer(GENESIS_ROUND, length, tuple(piece.hex() for piece in info.piece_digests))
 
 
 def _announce(options: BootstrapOptions, info: dict[str, Any], run: RunFile) -> None:

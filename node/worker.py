@@ -21,14 +21,14 @@ from sparseloco.compression.codec import NonFiniteError, decode, encode, norm
 from sparseloco.compression.error_feedback import accumulate, pseudo_gradient, residual
 from sparseloco.compression.layout import CodecSpec, PayloadLayout
 from sparseloco.node.contribution import ContributionError, ContributionHeader, open_contribution, pack_contribution
-from sparseloco.node.corpus import Corpus, load_corpus
+from sparseloco.node.corpus import corpus_of_run
 from sparseloco.node.evaluate import Evaluation, Evaluator
 from sparseloco.node.inner_loop import InnerLoop, InnerSettings, RoundResult
 from sparseloco.node.model import build_model, tensor_specs, trainable_tensors
 from sparseloco.node.outer_step import ClipRule, clip_factors, outer_step
 from sparseloco.node.state import empty_theta, state_digest
 from sparseloco.node.store import StateDir
-from sparseloco.node.windows import MemberData, WindowPlan, count_windows, held_out_windows
+from sparseloco.node.windows import MemberData, WindowPlan, held_out_windows
 from sparseloco.protocol.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -68,28 +68,14 @@ class Worker:
         codec = CodecSpec(codec_id=run.algorithm.codec, chunk=run.algorithm.chunk, k=run.algorithm.top_k)
         self.layout = PayloadLayout(self.specs, codec)
         self.loop = InnerLoop(self.model, InnerSettings.from_run(run), device, micro_batch)
-        self.corpus = self._load_corpus(own_data)
-        self._plan = self._window_plan()
+        self.corpus = corpus_of_run(run, own_data)
+        self._plan = WindowPlan.of_run(run, self.corpus.train)
         self._evaluator = self._make_evaluator()
         self._clip = ClipRule(run.robustness.clip_multiple) if run.robustness.clip == "median-norm" else None
         self.theta: dict[str, torch.Tensor] = {}
         self.state_round = -2  # nothing loaded yet
         self.residual = empty_theta(self.specs)
         self._buffers: dict[int, dict[str, torch.Tensor]] = {}  # a_t of the round that is not decided yet
-
-    # --- data -----------------------------------------------------------------------------------------------------
-
-    def _load_corpus(self, own_data: Sequence[Path]) -> Corpus:
-        data = self.run.data
-        held_out_tokens = data.held_out_windows * data.sequence_length + 1
-        sources = [(source.name, source.digest) for source in data.sources]
-        return load_corpus(held_out_tokens, sources=sources, own=own_data)
-
-    def _window_plan(self) -> WindowPlan:
-        algorithm = self.run.algorithm
-        windows = count_windows(self.corpus.train, self.run.data.sequence_length)
-        per_member = algorithm.inner_steps * algorithm.batch
-        return WindowPlan(self.run.run_id, windows, per_member, self.run.limits.group_size)
 
     def _make_evaluator(self) -> Evaluator:
         data = self.run.data

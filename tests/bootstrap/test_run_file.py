@@ -77,7 +77,9 @@ def test_genesis_is_required_only_when_asked_for() -> None:
         ("[algorithm]\nlearning_rate = inf", "learning_rate"),
         ("[algorithm]\nlearning_rate = '3'", "must be a number"),
         ("[algorithm]\nadam_betas = [0.9]", "two numbers"),
-        ("[algorithm]\ntop_k = 64\nchunk = 32", "top_k = 64 is above chunk = 32"),
+        ("[algorithm]\ntop_k = 96", "top_k = 96 must be one of 16, 32, 64"),
+        ("[algorithm]\nchunk = 32", "chunk = 32 must be one of 4096"),
+        ("[data]\nsequence_length = 1024", "sequence_length = 1024 is above"),
         ("[algorithm]\nalpha = [[1, 0.5]]", "begin with round 0"),
         ("[algorithm]\nalpha = []", "1 to"),
         ("[algorithm]\noverlap = 1", "true or false"),
@@ -110,7 +112,7 @@ def test_a_table_built_in_code_obeys_the_same_rules() -> None:
     with pytest.raises(RunFileError, match="group_size"):
         Limits(group_size=0)
     with pytest.raises(RunFileError, match="top_k"):
-        replace(Algorithm(), top_k=4096, chunk=64)
+        replace(Algorithm(), top_k=4096)
 
 
 def test_load_names_the_file(tmp_path: Path) -> None:
