@@ -32,6 +32,8 @@ RETRY_SECONDS = 0.25
 NO_PROGRESS_SECONDS = 5.0
 # Pushes at once: a slow uplink serves a few peers well rather than all badly.
 PUSHES_AT_ONCE = 4
+# Pushes that came before their Close was accepted here; whoever made one has the payload ready, so it is pulled at once.
+EARLY_PUSHES = 256
 
 
 @dataclass
@@ -85,12 +87,17 @@ class Exchange:
         self._blobs = store.blobs
         self._rng = rng
         self._wanted: dict[bytes, _Wanted] = {}
+        self._early: dict[bytes, None] = {}
         self._pushing = asyncio.Semaphore(PUSHES_AT_ONCE)
         transport.serve_blobs(self.served)
         transport.accept_pushes(self._accept, self._deliver)
 
     def _accept(self, sender: str, digest: bytes, length: int) -> bool:
         wanted = self._wanted.get(digest)
+        if wanted is None:
+            self._early[digest] = None
+            if len(self._early) > EARLY_PUSHES:
+                del self._early[next(iter(self._early))]
         return wanted is not None and not wanted.arrived.done() and wanted.length == length
 
     def _deliver(self, sender: str, digest: bytes, data: bytes) -> None:
@@ -146,7 +153,7 @@ class Exchange:
             return known
         wanted = self._wanted.setdefault(digest, _Wanted(length))
         try:
-            if push_wait_seconds:
+            if push_wait_seconds and digest not in self._early:
                 await asyncio.wait([wanted.arrived], timeout=push_wait_seconds)
             partial = b""
             while not wanted.arrived.done():
@@ -161,6 +168,7 @@ class Exchange:
             return wanted.arrived.result()
         finally:
             self._wanted.pop(digest, None)
+            self._early.pop(digest, None)
 
     async def _pull(self, peer: str, digest: bytes, length: int, partial: bytes, wanted: _Wanted) -> bytes:
         """One try at one peer; what arrived of it is kept for the next."""

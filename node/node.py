@@ -30,12 +30,13 @@ from sparseloco.bootstrap.run_file import RunFile
 from sparseloco.bootstrap.transport import Limits, Transport, TransportError
 from sparseloco.node.catch_up import CatchUp, Chain, Donor, ask_hello, find_donors
 from sparseloco.node.device import pick_device
-from sparseloco.node.driver import Driver, Progress
+from sparseloco.node.driver import Driver
 from sparseloco.node.durable import write_atomic
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.interrupts import run_until_interrupted
 from sparseloco.node.options import JoinOptions
 from sparseloco.node.places import default_state_dir
+from sparseloco.node.progress import Progress
 from sparseloco.node.run_rules import rules_of
 from sparseloco.node.services import RUN_FILE, Services
 from sparseloco.node.store import StateDir
@@ -423,7 +424,7 @@ class Node:
         manifest = driver.chain.manifest(worker.state_round)
         if worker.state_round not in self.store.checkpoints.rounds():
             digest = manifest.digest if manifest else bytes(32)
-            await driver.checkpoint(worker.state_round, worker.theta, digest)
+            await driver.work.checkpoint(worker.state_round, worker.theta, digest)
         progress, counters = self.progress, self.transport.counters
         self.store.events.write(
             "left",

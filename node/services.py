@@ -153,7 +153,18 @@ def parse_commits(body: bytes) -> list[bytes]:
     return value
 
 
-def make_hello(run_id: bytes, run_name: str, role: str, session: bytes, head_round: int, head: bytes, corpus: bytes) -> Hello:
-    return Hello(
-        run_id.hex(), run_name, role, session.hex(), head_round, head.hex(), corpus.hex(), __version__, PROTOCOL_VERSION
-    )
+def make_hello(
+    run_id: bytes,
+    run_name: str,
+    role: str,
+    session: bytes,
+    head_round: int,
+    head: bytes,
+    corpus: bytes,
+    *,
+    heard: tuple[bytes, float] | None = None,
+) -> Hello:
+    """A Hello; `heard` is the session in which the asking peer was last heard, and how many seconds ago."""
+    theirs, silence = (heard[0].hex(), heard[1]) if heard is not None else ("", -1.0)
+    texts = (run_id.hex(), run_name, role, session.hex())
+    return Hello(*texts, head_round, head.hex(), corpus.hex(), __version__, PROTOCOL_VERSION, theirs, silence)

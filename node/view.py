@@ -16,7 +16,7 @@ from sparseloco.bootstrap.rate import Counters
 from sparseloco.bootstrap.run_file import RunFile
 
 if TYPE_CHECKING:
-    from sparseloco.node.driver import Progress
+    from sparseloco.node.progress import Progress
 
 REFRESH_SECONDS = 0.5
 BARS = "▁▂▃▄▅▆▇█"

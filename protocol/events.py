@@ -127,11 +127,13 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """The round is decided: apply the manifest. `own` is this node's announced contribution, committed or not."""
+    """The round is decided: apply the manifest. `announced`: this node announced in it; `committed`: it was counted.
+    `attempt` is the one this node was in."""
 
     commit: Commit
     committed: bool
     announced: bool
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)

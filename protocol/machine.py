@@ -42,7 +42,20 @@ from sparseloco.protocol.events import (
 from sparseloco.protocol.evidence import Evidence
 from sparseloco.protocol.forming import Forming
 from sparseloco.protocol.manifest import GENESIS_ROUND, Member, tolerated_liars
-from sparseloco.protocol.messages import MAX_HELD_IDS, NO_HEAD_ROUND, Announce, Commit, Form, Frame, Header, Heartbeat, Join, Leave, Message, Signed
+from sparseloco.protocol.messages import (
+    MAX_HELD_IDS,
+    NO_HEAD_ROUND,
+    Announce,
+    Commit,
+    Form,
+    Frame,
+    Header,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    Signed,
+)
 from sparseloco.protocol.round import Round
 from sparseloco.protocol.rules import Rules
 
@@ -153,6 +166,11 @@ class Machine:
     @property
     def is_member(self) -> bool:
         return self.round is not None and self.round.is_member
+
+    @property
+    def may_go(self) -> bool:
+        """Nobody counts on this node: it is in no group, and has no request to join out that a manifest may still grant."""
+        return self.round is None or not (self.is_member or self.me.peer in self.round.evidence.joins)
 
     def emit(self, effect: Effect) -> None:
         self._effects.append(effect)
@@ -411,7 +429,11 @@ class Machine:
 
     def broadcast(self, signed: Signed) -> None:
         assert self.round is not None
-        self.round.evidence.add(signed)
+        try:
+            self.round.evidence.add(signed)
+        except RemoteProtocolError as error:
+            # Others quote this session with words it does not remember: its vote log is not whole (rule 13).
+            raise LocalProtocolError(f"this session has spoken before and forgot it; take a new session ({error})") from error
         others = self.others()
         self.delivery.noted(signed.held_id, others, self.now)
         if others:
@@ -463,7 +485,7 @@ class Machine:
         self._recent.append(commit)
         self._state_digest = self.rules.genesis_state if manifest.round == GENESIS_ROUND else None
         self._tell_commit(commit)
-        self.emit(Adopt(commit, committed, announced))
+        self.emit(Adopt(commit, committed, announced, attempt))
         contributors = [contribution.peer for contribution in manifest.contributions]
         if manifest.round != GENESIS_ROUND:
             self.emit(Note("decided", manifest.round, {"attempt": attempt, "contributors": contributors}))
