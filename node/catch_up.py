@@ -19,6 +19,7 @@ from sparseloco.bootstrap.errors import NetworkError, StateError
 from sparseloco.bootstrap.identity import verify_signature
 from sparseloco.bootstrap.transport import Transport, TransportError
 from sparseloco.node.contribution import contribution_bytes
+from sparseloco.node.durable import OutOfDisk
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.services import COMMITS, HELLO, STATE, Hello, StateOffer, parse_commits
 from sparseloco.node.state import PIECE_BYTES, digest_of_pieces, empty_theta, piece_count, total_bytes, write_piece
@@ -119,6 +120,10 @@ class Chain:
         self.append(commit)
         return commit
 
+    def check(self, commit: Commit) -> None:
+        """RemoteProtocolError unless a commit whose signatures were verified follows the head."""
+        self._verify(commit, signatures=False)
+
     def append(self, commit: Commit) -> None:
         """Keep a commit that was verified already."""
         number = commit.manifest.round
@@ -195,13 +200,19 @@ class CatchUp:
         return False
 
     async def fetch_state(self, donors: list[Donor], progress: Callable[[int, int], None]) -> None:
-        """Download a certified checkpoint, every piece checked; NetworkError if no donor has one."""
+        """Download the newest certified checkpoint, every piece checked; NetworkError if no donor has one."""
+        offers: list[tuple[Donor, StateOffer]] = []
         refused: list[str] = []
         for donor in donors:
             try:
-                offer = StateOffer.parse(await self.transport.request(donor.peer, STATE, b"{}"))
+                offers.append((donor, StateOffer.parse(await self.transport.request(donor.peer, STATE, b"{}"))))
+            except TransportError as error:
+                refused.append(f"  {donor.peer}: {error}")
+        for donor, offer in sorted(offers, key=lambda found: -found[1].round):
+            try:
                 theta = await self._fetch_pieces(donor, offer, progress)
             except (TransportError, RemoteProtocolError) as error:
+                logger.info("the state that %s offers: %s; another donor is asked", donor.peer, error)
                 refused.append(f"  {donor.peer}: {error}")
                 continue
             manifest = self.chain.manifest(offer.round)
@@ -218,6 +229,9 @@ class CatchUp:
         length = total_bytes(theta)
         digests = [bytes.fromhex(piece) for piece in offer.pieces]
         certified = self.certified_digest(offer.round)
+        if certified is None:  # the group may have gone on since the chain was fetched
+            await self.fetch_chain([await ask_hello(self.transport, donor.peer)])
+            certified = self.certified_digest(offer.round)
         if certified is None:
             raise RemoteProtocolError("state", f"its checkpoint of round {offer.round} is not certified by the chain")
         if offer.length_bytes != length or len(digests) != piece_count(length):
@@ -259,5 +273,11 @@ class CatchUp:
         started = time.monotonic()
         blobs = list(await asyncio.gather(*jobs))
         logger.debug("round %d: %d payloads after %.2f s", manifest.round, len(blobs), time.monotonic() - started)
-        self.worker.store.blobs.pin([contribution.payload for contribution in manifest.contributions])
+        store = self.worker.store.blobs
+        store.pin([contribution.payload for contribution in manifest.contributions])
+        try:
+            for blob in blobs:
+                await asyncio.to_thread(store.put, blob)
+        except OutOfDisk as error:
+            logger.error("%s; this node cannot replay or serve round %d", error, manifest.round)
         return blobs

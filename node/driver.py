@@ -14,10 +14,11 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from sparseloco.bootstrap.errors import NetworkError
+from sparseloco.bootstrap.errors import NetworkError, StateError
 from sparseloco.bootstrap.identity import Identity
 from sparseloco.bootstrap.transport import Transport
 from sparseloco.node.catch_up import CatchUp, Chain
+from sparseloco.node.durable import OutOfDisk
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.mail import Mail
 from sparseloco.node.progress import Progress
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # Events waiting for the machine; beyond it the network's are dropped, and heartbeats bring again what mattered.
 QUEUED_EVENTS = 10_000
+# Different refusals written down per round: a flood of bad messages must not fill the disk.
+NOTED_REFUSALS = 256
 # A leaver votes on until the group dropped it, but a person at the keyboard waits no longer than this.
 LEAVE_SECONDS = 3.0
 FAREWELL_SECONDS = 1.0
@@ -87,6 +90,7 @@ class Driver:
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._fetches: dict[bytes, asyncio.Task[None]] = {}
+        self._refusals: set[tuple[str, str]] = set()
         self._why = ""
         self._was_late = self._joined = False
         self._leaving_since: float | None = None
@@ -135,9 +139,14 @@ class Driver:
     def offer(self) -> StateOffer | None:
         """The newest checkpoint that a joiner can check: the chain names its digest in the manifest after it."""
         for number in reversed(self.store.checkpoints.rounds()):
-            if self.catch_up.certified_digest(number) is not None:
+            if self.catch_up.certified_digest(number) is None:
+                continue
+            try:
                 info = self.store.checkpoints.info(number)
-                return StateOffer(number, self.work.state_bytes, tuple(piece.hex() for piece in info.piece_digests))
+            except StateError as error:
+                logger.debug("not offered: %s", error)
+                continue
+            return StateOffer(number, self.work.state_bytes, tuple(piece.hex() for piece in info.piece_digests))
         return None
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -173,7 +182,8 @@ class Driver:
             return self._queue.get_nowait()
         timeout = self.machine.next_wakeup - time.monotonic()
         try:
-            return await asyncio.wait_for(self._queue.get(), max(timeout, 0.001))
+            async with asyncio.timeout(max(timeout, 0.001)):  # wait_for of Python 3.11 can swallow a cancellation
+                return await self._queue.get()
         except TimeoutError:
             return ev.Tick()
 
@@ -255,10 +265,11 @@ class Driver:
                 self._spawn(self.exchange.reveal(announcement, peers))
             case ev.Fetch(announcement):
                 self._fetches[announcement.digest] = self._spawn(self._fetch(announcement))
-            case ev.Adopt(commit, committed, announced, attempt):
+            case ev.Adopt(commit, committed, _, attempt):
                 self._forget_fetches()
+                self._refusals.clear()
                 late, self._was_late = self._was_late, False
-                self.work.adopt(Decided(commit, committed, announced, late, attempt))
+                self.work.adopt(Decided(commit, committed, late, attempt))
             case ev.ServeCommits(peer, head_round):
                 for number in range(max(head_round + 1, GENESIS_ROUND), head_round + 5):
                     if number in self.chain.commits:
@@ -276,8 +287,14 @@ class Driver:
             votes.append(ev.encode_record(record))
 
     async def _fetch(self, announcement: Signed) -> None:
-        rule = await self.exchange.settle(announcement, lambda: self._holders(announcement))
         header = announcement.message.header
+        try:
+            rule = await self.exchange.settle(announcement, lambda: self._holders(announcement))
+        except OutOfDisk as error:  # not the sender's fault: the round goes on with a quorum of others that hold it
+            logger.error("%s; the contribution of %s to round %d is not kept here", error, header.sender, header.round)
+            self._event("disk_full", header.round, what="payload", why=str(error))
+            self.put(ev.Settled(announcement.digest, "own-disk-full"))
+            return
         if rule:
             logger.warning("refused the contribution of %s to round %d: %s", header.sender, header.round, rule)
             self._event("refused", header.round, peer=header.sender, rule=rule)
@@ -333,5 +350,8 @@ class Driver:
             self._queue.put_nowait(ev.Received(sender, frame))
 
     def _refused(self, sender: str, error: RemoteProtocolError) -> None:
+        if (sender, error.rule) in self._refusals or len(self._refusals) >= NOTED_REFUSALS:
+            return
+        self._refusals.add((sender, error.rule))
         self._event("refused", self.head_round + 1, peer=sender, rule=error.rule, detail=error.detail)
         logger.warning("refused a message of %s: %s", sender, error)

@@ -72,7 +72,12 @@ class GatedBlobs:
         """Serve the pieces of every checkpoint that is on the disk now; a state has `length_bytes`."""
         self._pieces = {}
         for round_number in self.checkpoints.rounds():
-            for index, digest in enumerate(self.checkpoints.info(round_number).piece_digests):
+            try:
+                pieces = self.checkpoints.info(round_number).piece_digests
+            except StateError as error:  # damaged, or just now replaced by a newer one
+                logger.debug("not served: %s", error)
+                continue
+            for index, digest in enumerate(pieces):
                 size = min(PIECE_BYTES, length_bytes - index * PIECE_BYTES)
                 self._pieces.setdefault(digest, (round_number, index, size))
 
@@ -140,9 +145,12 @@ class Exchange:
         expected = ContributionHeader(header.run, header.round, message.base, header.sender)
         rule = await asyncio.to_thread(broken_rule, blob, expected, self.layout)
         if not rule:
-            await asyncio.to_thread(self._blobs.put, blob)
-            self._blobs.pin([message.payload])
+            await asyncio.to_thread(self.keep, blob)
         return rule
+
+    def keep(self, blob: bytes) -> None:
+        """Store a blob durably, and hold it against eviction until it is unpinned."""
+        self._blobs.pin([self._blobs.put(blob)])
 
     async def obtain(
         self, digest: bytes, length: int, origin: str, holders: Callable[[], Iterable[str]], push_wait_seconds: float = 0.0

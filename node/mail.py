@@ -38,7 +38,7 @@ class Mail:
         self._refuse = refuse
         self._in_flight: dict[str, int] = {}
         self._sends: set[asyncio.Task[None]] = set()
-        self._verified: dict[tuple[bytes, bytes], None] = {}
+        self._verified: dict[tuple[bytes, bytes, bytes], None] = {}
         transport.on_message(self._on_message)
 
     # --- in -------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class Mail:
                 self._verify_signed(frame)
 
     def _verify_signed(self, signed: Signed) -> None:
-        key = (signed.digest, signed.signature)
+        key = (signed.digest, signed.public_key, signed.signature)
         if key in self._verified:
             return
         for inner in signed.inner:

@@ -1,4 +1,4 @@
-"""`bootstrap`: a peer that trains nothing. It seeds the DHT, relays, and keeps the run file and the genesis state.
+"""`bootstrap`: a peer that trains nothing. It seeds the DHT, relays, and keeps the run file, the genesis state and the log.
 
 It needs the genesis file beside the run file (`init` writes both) or its own copy in the state directory.
 """
@@ -9,34 +9,44 @@ import asyncio
 import json
 import logging
 import os
+import random
 import secrets
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from sparseloco import __version__
 from sparseloco.bootstrap.directory import Directory, PeerRecord
 from sparseloco.bootstrap.errors import NetworkError, StateError
 from sparseloco.bootstrap.identity import Identity
 from sparseloco.bootstrap.run_file import RunFile
-from sparseloco.bootstrap.transport import Transport
-from sparseloco.node.exchange import GatedBlobs
+from sparseloco.bootstrap.transport import Transport, TransportError
+from sparseloco.compression.layout import CodecSpec, PayloadLayout, TensorSpec
+from sparseloco.node.catch_up import Chain
+from sparseloco.node.exchange import Exchange
 from sparseloco.node.genesis import GENESIS_FILE
 from sparseloco.node.init import genesis_path, initialise, starting_run
+from sparseloco.node.keeper import Keeper
 from sparseloco.node.node import run_on_fast_loop
 from sparseloco.node.options import BootstrapOptions
 from sparseloco.node.places import default_state_dir, default_state_root
+from sparseloco.node.run_rules import rules_of
 from sparseloco.node.services import Hello, Services, StateOffer, make_hello
 from sparseloco.node.state import state_digest, total_bytes
 from sparseloco.node.store import StateDir
 from sparseloco.node.tensor_file import read_tensors
+from sparseloco.protocol.events import PeerSeen
 from sparseloco.protocol.manifest import GENESIS_ROUND
 
 logger = logging.getLogger(__name__)
 
-# A bootstrap knows no chain: peers ask each other for it.
-NO_CHAIN = GENESIS_ROUND - 1
+ROLE = "bootstrap"
+# The bootstrap hears of most peers by their own heartbeats; looking in the DHT finds the rest.
+LOOK_SECONDS = 5.0
 
 
 def run_bootstrap(options: BootstrapOptions) -> int:
@@ -99,14 +109,24 @@ def _keep(store: StateDir, run: RunFile, genesis: Path) -> Path:
 async def _serve(
     options: BootstrapOptions, store: StateDir, identity: Identity, transport: Transport, run: RunFile, genesis: Path
 ) -> int:
-    blobs, offer = await asyncio.to_thread(_genesis_offer, store, run, genesis)
-    transport.serve_blobs(blobs)
+    theta = await asyncio.to_thread(_genesis, store, run, genesis)
     session = secrets.token_bytes(16)
+    rules = rules_of(run)
+    codec = CodecSpec(codec_id=run.algorithm.codec, chunk=run.algorithm.chunk, k=run.algorithm.top_k)
+    layout = PayloadLayout([TensorSpec(name, tuple(tensor.shape)) for name, tensor in sorted(theta.items())], codec)
+    exchange = Exchange(transport, store, layout, random.Random())
+    exchange.served.offer_checkpoints(total_bytes(theta))
+    pieces = store.checkpoints.info(GENESIS_ROUND).piece_digests
+    offer = StateOffer(GENESIS_ROUND, total_bytes(theta), tuple(piece.hex() for piece in pieces))
+    del theta
+    keeper = Keeper(identity, session, rules, transport, exchange, Chain(store, rules))
 
     def hello(asker: str) -> Hello:
-        return make_hello(run.run_id, run.run.name, "bootstrap", session, NO_CHAIN, bytes(32), bytes(32))
+        head = keeper.chain.head
+        digest = head.manifest.digest if head else bytes(32)
+        return make_hello(run.run_id, run.run.name, ROLE, session, keeper.chain.head_round, digest, bytes(32))
 
-    Services(transport, hello=hello, run_toml=run.to_toml(), chain=None, offer=lambda: offer)
+    Services(transport, hello=hello, run_toml=run.to_toml(), chain=store.chain, offer=lambda: offer)
     if options.peers:
         try:
             await transport.connect_any(options.peers)
@@ -116,46 +136,65 @@ async def _serve(
         "pid": os.getpid(),
         "peer_id": identity.peer_id,
         "session": session.hex(),
-        "role": "bootstrap",
+        "role": ROLE,
         "run_id": run.run_id.hex(),
         "addresses": transport.addresses(),
     }
     store.write_node_info(info)
     _announce(options, info, run)
-
-    def record() -> PeerRecord:
-        return PeerRecord(
-            identity.peer_id,
-            run.run_id.hex(),
-            addresses=tuple(transport.addresses()[:8]),
-            session=session.hex(),
-            version=__version__,
-            role="bootstrap",
-        )
-
-    publishing = asyncio.create_task(Directory(transport).publish_forever(record))
-    died = asyncio.Event()
-    transport.on_death(died.set)
-    try:
-        await died.wait()
-    finally:
-        publishing.cancel()
-        await asyncio.gather(publishing, return_exceptions=True)
+    await _keep_on(transport, keeper, run, session)
     raise NetworkError("the libp2p daemon ended by itself; start the bootstrap again")
 
 
-def _genesis_offer(store: StateDir, run: RunFile, genesis: Path) -> tuple[GatedBlobs, StateOffer]:
-    """The genesis state as a checkpoint of the state directory, and what is served of it."""
+async def _keep_on(transport: Transport, keeper: Keeper, run: RunFile, session: bytes) -> None:
+    """Publish, find peers and follow the chain until the daemon dies or the caller cancels."""
+    directory = Directory(transport)
+
+    def record() -> PeerRecord:
+        return PeerRecord(
+            transport.peer_id,
+            run.run_id.hex(),
+            addresses=tuple(transport.addresses()[:8]),
+            session=session.hex(),
+            head_round=max(keeper.chain.head_round, GENESIS_ROUND),
+            version=__version__,
+            role=ROLE,
+        )
+
+    async def look_for_peers() -> None:
+        while True:
+            with suppress(TransportError):
+                for found in await directory.peers(run.run_id.hex()):
+                    if found.peer_id != transport.peer_id:
+                        keeper.put(PeerSeen(found.peer_id))
+            await asyncio.sleep(LOOK_SECONDS)
+
+    died = asyncio.Event()
+    transport.on_death(died.set)
+    tasks = [
+        asyncio.create_task(died.wait()),
+        asyncio.create_task(directory.publish_forever(record)),
+        asyncio.create_task(look_for_peers()),
+        asyncio.create_task(keeper.run()),
+    ]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _genesis(store: StateDir, run: RunFile, genesis: Path) -> dict[str, torch.Tensor]:
+    """The genesis state, checked against the run file, and kept as the first checkpoint of the state directory."""
     theta = read_tensors(genesis)
     if state_digest(theta) != run.require_genesis():
         raise StateError(f"{genesis}: is not the state that [run] genesis names; `init --genesis` makes both anew")
     if GENESIS_ROUND not in store.checkpoints.rounds():
         store.checkpoints.save(GENESIS_ROUND, theta, bytes(32))
-    info = store.checkpoints.info(GENESIS_ROUND)
-    length = total_bytes(theta)
-    blobs = GatedBlobs(store.blobs, store.checkpoints)
-    blobs.offer_checkpoints(length)
-    return blobs, StateOffer(GENESIS_ROUND, length, tuple(piece.hex() for piece in info.piece_digests))
+    return theta
 
 
 def _announce(options: BootstrapOptions, info: dict[str, Any], run: RunFile) -> None:

@@ -17,6 +17,7 @@ from sparseloco.bootstrap.transport import Transport, TransportError
 from sparseloco.node.store import ChainStore
 from sparseloco.protocol.encoding import pack, unpack
 from sparseloco.protocol.errors import RemoteProtocolError
+from sparseloco.protocol.manifest import MAX_COUNT, MAX_ROUND
 from sparseloco.protocol.messages import PROTOCOL_VERSION
 
 HELLO, RUN_FILE, COMMITS, STATE = "hello", "run-file", "commits", "state"
@@ -51,10 +52,11 @@ class Hello:
         except (ValueError, TypeError, RecursionError) as error:
             raise TransportError("refused", "an answer that is no hello") from error
         texts = (hello.run_id, hello.run_name, hello.role, hello.session, hello.head, hello.corpus, hello.version)
-        if not all(isinstance(text, str) and len(text) <= 200 for text in (*texts, hello.your_session)):
+        # Some of it is shown to people: nothing in it may move a terminal's cursor.
+        if not all(isinstance(text, str) and len(text) <= 200 and text.isprintable() for text in (*texts, hello.your_session)):
             raise TransportError("refused", "a hello with odd text")
-        numbers = (hello.head_round, hello.protocol, hello.your_silence_seconds)
-        if not all(isinstance(number, int | float) and abs(number) < 2**53 for number in numbers):
+        whole = all(type(number) is int and -2 <= number <= MAX_ROUND for number in (hello.head_round, hello.protocol))
+        if not whole or type(hello.your_silence_seconds) not in (int, float) or not abs(hello.your_silence_seconds) < 2**53:
             raise TransportError("refused", "a hello with odd numbers")
         return hello
 
@@ -72,7 +74,9 @@ class StateOffer:
         """TransportError("refused") for anything that is no offer."""
         try:
             value = json.loads(body)
-            offer = cls(int(value["round"]), int(value["length_bytes"]), tuple(value["pieces"]))
+            offer = cls(value["round"], value["length_bytes"], tuple(value["pieces"]))
+            if not all(type(number) is int and -1 <= number <= MAX_COUNT for number in (offer.round, offer.length_bytes)):
+                raise ValueError("a round and a length are whole numbers")
             if any(len(bytes.fromhex(piece)) != 32 for piece in offer.pieces):
                 raise ValueError("a piece digest has 32 bytes")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -114,8 +118,10 @@ class Services:
     async def _answer_commits(self, sender: str, body: bytes) -> bytes:
         """`body` is the first round wanted (JSON); the answer is a msgpack list of chain files from there on."""
         try:
-            first = int(json.loads(body))
-        except (ValueError, TypeError, RecursionError) as error:
+            first = json.loads(body)
+            if type(first) is not int or not -1 <= first <= MAX_ROUND:
+                raise ValueError("not a round")
+        except (ValueError, RecursionError) as error:
             raise TransportError("refused", "a round number was expected") from error
         answer: list[bytes] = []
         size = 0
@@ -128,7 +134,7 @@ class Services:
         return pack(answer)
 
     def _read(self, round_number: int) -> bytes | None:
-        if self._chain is None or round_number < -1:
+        if self._chain is None:
             return None
         try:
             return self._chain.read(round_number)

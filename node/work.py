@@ -1,7 +1,7 @@
 """The tensor side of the rounds, in order: train, apply, digest, evaluate, checkpoint.
 
 One job runs at a time, on a thread of its own: applying round t comes before training round t + 1, whatever the network
-does meanwhile. Digests and evaluations run beside training, on a second thread. What they find goes to events.jsonl and
+does meanwhile. Digests and evaluations run beside training, on threads of their own. What they find goes to events.jsonl and
 back to the machine.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +38,6 @@ class Decided:
 
     commit: Commit
     committed: bool  # this node's contribution is in it
-    announced: bool
     late: bool  # trained, but after the Close
     attempt: int
 
@@ -71,7 +71,9 @@ class Work:
         self._reports: set[asyncio.Task[None]] = set()
         self._digests: dict[int, Future[bytes]] = {}
         self._torch_thread = ThreadPoolExecutor(1, "torch")
-        self._side_thread = ThreadPoolExecutor(1, "digest")
+        self._digest_thread = ThreadPoolExecutor(1, "digest")
+        self._evaluation_thread = ThreadPoolExecutor(1, "evaluate")  # an announcement waits for a digest, never for this
+        self._checkpoint_lock = threading.Lock()
         self._runner: asyncio.Task[None] | None = None
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -91,7 +93,8 @@ class Work:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._torch_thread.shutdown(wait=True, cancel_futures=True)
-        self._side_thread.shutdown(wait=True, cancel_futures=True)
+        self._digest_thread.shutdown(wait=True, cancel_futures=True)
+        self._evaluation_thread.shutdown(wait=True, cancel_futures=True)
 
     @property
     def settled(self) -> bool:
@@ -137,13 +140,17 @@ class Work:
         self.stopped = False
         self._jobs.put_nowait(lambda: self._train(number, index, deadline))
 
+    def _overtaken(self, number: int) -> bool:
+        """The node leaves, or the round was decided while it trained: the next round's Train must not let it go on."""
+        return self.stopped or self.chain.head_round >= number
+
     async def _train(self, number: int, index: int, deadline: float) -> None:
         if self.stopped or number != self.chain.head_round + 1 or number >= self.worker.run.run.rounds:
             return
         base = self._digests[number - 1]
         try:
             trained: Trained = await self._on_torch_thread(
-                self.worker.train, number, index, deadline, lambda: self.stopped, lambda: base.result(DIGEST_SECONDS)
+                self.worker.train, number, index, deadline, lambda: self._overtaken(number), lambda: base.result(DIGEST_SECONDS)
             )
         except OutOfDisk as error:
             logger.error("%s; this round's contribution is withheld", error)
@@ -178,10 +185,9 @@ class Work:
         await self._check_base(manifest)
         group = [member.peer for member in manifest.group]
         blobs = await self.catch_up.blobs_of(manifest, lambda: group)
-        await self._on_torch_thread(self.worker.apply, manifest, blobs)
-        for contribution in manifest.contributions:
-            self.exchange.served.hidden.discard(contribution.payload)
-        self._count(manifest, decided)
+        contributed: bool = await self._on_torch_thread(self.worker.apply, manifest, blobs)
+        self.exchange.served.hidden.clear()  # of decided rounds only: the next round's training waits for this
+        self._count(manifest, decided, contributed)
         theta = self.worker.theta
         digest = self.digest(manifest.round)
         self._report(self._evaluate(manifest.round, theta))
@@ -197,10 +203,10 @@ class Work:
                 f"{mine.hex()[:16]}: this machine computed something else; start again with a new --state-dir"
             )
 
-    def _count(self, manifest: Manifest, decided: Decided) -> None:
+    def _count(self, manifest: Manifest, decided: Decided, contributed: bool) -> None:
         self.progress.committed_rounds += 1
         self.progress.contributions_committed += decided.committed
-        if not decided.committed and (decided.announced or decided.late):
+        if contributed and not decided.committed:
             self.progress.contributions_returned += 1
             self.event("returned", manifest.round, why="late" if decided.late else "not committed by the group")
 
@@ -208,7 +214,7 @@ class Work:
 
     def digest(self, number: int) -> Future[bytes]:
         """Hash the worker's state, which is the one after round `number`; the machine is told when it is done."""
-        future = self._side_thread.submit(self.worker.digest, self.worker.theta)
+        future = self._digest_thread.submit(self.worker.digest, self.worker.theta)
         self._digests = {number: future, **{n: f for n, f in self._digests.items() if n == number - 1}}
         loop = asyncio.get_running_loop()
 
@@ -226,7 +232,7 @@ class Work:
 
     async def _evaluate(self, number: int, theta: Mapping[str, Any]) -> None:
         loop = asyncio.get_running_loop()
-        evaluation = await loop.run_in_executor(self._side_thread, self.worker.evaluate, theta)
+        evaluation = await loop.run_in_executor(self._evaluation_thread, self.worker.evaluate, theta)
         self.progress.eval_loss = evaluation.loss
         self.event("evaluated", number, loss=evaluation.loss, windows=evaluation.windows)
 
@@ -253,9 +259,10 @@ class Work:
         """Save a state, serve it to joiners, and let go of payloads that only older states need."""
         started = time.monotonic()
         try:
-            digest = await asyncio.to_thread(self.store.checkpoints.save, number, theta, manifest_digest)
+            digest = await asyncio.to_thread(self._save_checkpoint, number, theta, manifest_digest)
         except OutOfDisk as error:
             logger.error("%s; the checkpoint of round %d is skipped", error, number)
+            self.event("disk_full", number, what="checkpoint", why=str(error))
             return
         self.event("checkpoint", number, state_digest=digest.hex(), seconds=time.monotonic() - started)
         self.exchange.served.offer_checkpoints(self.state_bytes)
@@ -265,3 +272,8 @@ class Work:
                 manifest = self.chain.manifest(old)
                 if manifest is not None:
                     self.store.blobs.unpin([contribution.payload for contribution in manifest.contributions])
+
+    def _save_checkpoint(self, number: int, theta: Mapping[str, Any], manifest_digest: bytes) -> bytes:
+        """On a thread, which outlives a cancelled wait for it: the lock keeps the next one, such as a leaver's, apart."""
+        with self._checkpoint_lock:
+            return self.store.checkpoints.save(number, theta, manifest_digest)

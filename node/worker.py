@@ -22,6 +22,7 @@ from sparseloco.compression.error_feedback import accumulate, pseudo_gradient, r
 from sparseloco.compression.layout import CodecSpec, PayloadLayout
 from sparseloco.node.contribution import ContributionError, ContributionHeader, open_contribution, pack_contribution
 from sparseloco.node.corpus import corpus_of_run
+from sparseloco.node.durable import OutOfDisk
 from sparseloco.node.evaluate import Evaluation, Evaluator
 from sparseloco.node.inner_loop import InnerLoop, InnerSettings, RoundResult
 from sparseloco.node.model import build_model, tensor_specs, trainable_tensors
@@ -187,7 +188,11 @@ class Worker:
         self.store.blobs.pin([digest])
         duration_ms = self._full_duration_ms(result, started, time.monotonic() - encoding)
         record = {"payload": digest.hex(), "duration_ms": duration_ms, "result": asdict(result)}
-        self.store.own.save(round_number, buffer, self.loop.state_tensors(), record)
+        try:
+            self.store.own.save(round_number, buffer, self.loop.state_tensors(), record)
+        except OutOfDisk:
+            self.store.blobs.remove(digest)  # it will not be announced
+            raise
         self._buffers = {round_number: buffer}
         return Trained(round_number, result, blob, digest, duration_ms)
 
@@ -215,8 +220,11 @@ class Worker:
         training_seconds = time.monotonic() - started - after_seconds
         return max(1, int(1000 * (training_seconds * self.run.algorithm.inner_steps / done + after_seconds)))
 
-    def apply(self, manifest: Manifest, blobs: Sequence[bytes]) -> None:
-        """The outer step of a decided round; `blobs` are its contributions, whole and checked, in manifest order."""
+    def apply(self, manifest: Manifest, blobs: Sequence[bytes]) -> bool:
+        """The outer step of a decided round; `blobs` are its contributions, whole and checked, in manifest order.
+
+        True if this node had a contribution to the round, committed or returned.
+        """
         if manifest.round != self.state_round + 1:
             raise StateError(f"round {manifest.round} cannot follow the state after round {self.state_round}")
         payloads = [
@@ -237,6 +245,7 @@ class Worker:
             self.residual = self._residual_after(manifest, buffer)
         self.theta = {spec.name: tensor for spec, tensor in zip(self.layout.specs, stepped, strict=True)}
         self.state_round = manifest.round
+        return buffer is not None
 
     def digest(self, theta: Mapping[str, torch.Tensor]) -> bytes:
         return state_digest(theta)

@@ -1,0 +1,136 @@
+"""Follow a run without taking part: keep its chain and its payloads, and serve both.
+
+A bootstrap node does this, so that a joiner finds the run's log even when every volunteer has gone home. The keeper runs
+the ordinary machine as a peer that is always leaving: it hears everything, votes on nothing and asks for no membership. It
+lets the machine adopt a manifest only once it holds the payloads, so the head in its heartbeats says what it can serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from typing import Any
+
+from sparseloco.bootstrap.errors import StateError
+from sparseloco.bootstrap.identity import Identity
+from sparseloco.bootstrap.transport import Transport
+from sparseloco.node.catch_up import Chain
+from sparseloco.node.durable import OutOfDisk
+from sparseloco.node.exchange import Exchange
+from sparseloco.node.mail import Mail
+from sparseloco.protocol import events as ev
+from sparseloco.protocol.errors import RemoteProtocolError
+from sparseloco.protocol.machine import Machine
+from sparseloco.protocol.manifest import GENESIS_ROUND, Manifest, Member
+from sparseloco.protocol.messages import Commit, Frame, Message, Signed, sign
+from sparseloco.protocol.rules import Rules
+
+logger = logging.getLogger(__name__)
+
+QUEUED_EVENTS = 10_000
+# A payload that nobody serves any more must not stop the chain: it is given up after so long.
+PAYLOAD_SECONDS = 60.0
+
+
+class Keeper:
+    """Runs beside a bootstrap node's other duties until cancelled."""
+
+    def __init__(
+        self, identity: Identity, session: bytes, rules: Rules, transport: Transport, exchange: Exchange, chain: Chain
+    ) -> None:
+        self.rules = rules
+        self.exchange = exchange
+        self.chain = chain
+        self._identity = identity
+        self._queue: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._commits: asyncio.Queue[Commit] = asyncio.Queue(maxsize=64)
+        self.machine = Machine(
+            Member(identity.peer_id, session), rules, self._sign, random.Random(), head=chain.head, state_digest=None
+        )
+        self.machine.leaving = True
+        self.mail = Mail(transport, self._received, self._refused)
+
+    def _sign(self, message: Message) -> Signed:
+        return sign(message, self._identity.public_key, self._identity.sign)
+
+    def put(self, event: ev.Event) -> None:
+        self._queue.put_nowait(event)
+
+    async def run(self) -> None:
+        fetching = asyncio.create_task(self._fetch_payloads())
+        try:
+            event: ev.Event = ev.Tick()
+            while True:
+                for effect in self.machine.handle(event, time.monotonic()):
+                    await self._perform(effect)
+                if fetching.done():
+                    fetching.result()
+                event = await self._next_event()
+        finally:
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+            await self.mail.close()
+
+    async def _next_event(self) -> ev.Event:
+        timeout = self.machine.next_wakeup - time.monotonic()
+        try:
+            return await asyncio.wait_for(self._queue.get(), max(timeout, 0.001))
+        except TimeoutError:
+            return ev.Tick()
+
+    async def _perform(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.Send(peers, frame):
+                self.mail.send(peers, frame)
+            case ev.Persist(ev.Committed(commit)):
+                await asyncio.to_thread(self.chain.append, commit)
+                logger.info("round %d: %d contributions", commit.manifest.round, len(commit.manifest.contributions))
+            case ev.ServeCommits(peer, head_round):
+                for number in range(max(head_round + 1, GENESIS_ROUND), head_round + 5):
+                    if number in self.chain.commits:
+                        self.mail.send((peer,), self.chain.commits[number])
+            case ev.Note("refused", _, fields):
+                logger.debug("refused a message of %s: %s", fields["peer"], fields["rule"])
+
+    def _received(self, sender: str, frame: Frame) -> None:
+        """Commits wait for their payloads; of the rest only what shows who is alive matters here."""
+        if isinstance(frame, Commit):
+            if frame.manifest.round > self.chain.head_round and not self._commits.full():
+                self._commits.put_nowait(frame)
+        elif not isinstance(frame, Signed) and self._queue.qsize() < QUEUED_EVENTS:
+            self._queue.put_nowait(ev.Received(sender, frame))
+
+    def _refused(self, sender: str, error: RemoteProtocolError) -> None:
+        logger.debug("refused a message of %s: %s", sender, error)
+
+    async def _fetch_payloads(self) -> None:
+        while True:
+            commit = await self._commits.get()
+            if commit.manifest.round == self.chain.head_round + 1:
+                try:
+                    self.chain.check(commit)
+                except RemoteProtocolError as error:
+                    logger.debug("a commit that does not follow: %s", error)
+                    continue
+                await self._hold(commit.manifest)
+                self._queue.put_nowait(ev.Received(self._identity.peer_id, commit))
+                # Wait until it is on the chain, or the next commit would look like one too far ahead.
+                while self.chain.head_round < commit.manifest.round:
+                    await asyncio.sleep(0.01)
+
+    async def _hold(self, manifest: Manifest) -> None:
+        group = [member.peer for member in manifest.group]
+        jobs: list[Any] = [
+            self.exchange.obtain(c.payload, c.payload_bytes, c.peer, lambda: group) for c in manifest.contributions
+        ]
+        try:
+            async with asyncio.timeout(PAYLOAD_SECONDS):
+                blobs = await asyncio.gather(*jobs)
+            for blob in blobs:
+                await asyncio.to_thread(self.exchange.keep, blob)
+        except TimeoutError:
+            logger.warning("a payload of round %d is served by nobody; the log kept here has a gap", manifest.round)
+        except (OutOfDisk, StateError) as error:
+            logger.error("%s; the log kept here has a gap at round %d", error, manifest.round)
