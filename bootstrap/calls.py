@@ -52,6 +52,9 @@ class Calls:
         await self._network.answer_calls(MESSAGE, self._serve_message)
         await self._network.answer_calls(REQUEST, self._serve_request)
 
+    def use_limits(self, message_bytes: int, requests_in_flight: int) -> None:
+        self._message_bytes, self._requests_in_flight = message_bytes, requests_in_flight
+
     def on_request(self, name: str, handler: Callable[[str, bytes], Awaitable[bytes]]) -> None:
         if not 0 < len(name.encode()) <= LONGEST_NAME_BYTES:
             raise ValueError(f"a request's name has 1 to {LONGEST_NAME_BYTES} bytes")

@@ -19,7 +19,7 @@ from typing import Any
 
 from sparseloco.bootstrap import schema
 from sparseloco.bootstrap.errors import RunFileError, nearest
-from sparseloco.bootstrap.schema import Table, boolean, choice, integer, key, list_of, number, text
+from sparseloco.bootstrap.schema import Table, choice, integer, key, list_of, number, text
 from sparseloco.bootstrap.toml_text import toml_key, toml_value
 
 # The largest run file a peer downloads or reads. The shipped ones are about 8 kB; founders and admission lists grow it.
@@ -136,7 +136,9 @@ class Algorithm(Table):
         "contributor-mean: over those who sent a value; mean: over all who contributed",
     )
     codec: str = key("ef2-4096", choice("ef2-4096"), "the payload's form")
-    overlap: bool = key(False, boolean, "train on while the exchange of the previous round is under way")
+    overlap: bool = key(
+        False, schema.only(False), "train on while the previous round's exchange is under way; not in this version: false"
+    )
 
     def alpha_at(self, round_number: int) -> float:
         """The outer step size of a round (0-based)."""
@@ -218,7 +220,7 @@ class Admission(Table):
     table_name = "admission"
     mode: str = key("open", choice("open", "list"), "open: everybody; list: the peers named here or by the organiser")
     peers: tuple[str, ...] = key([], list_of(schema.peer_id, longest=4096, distinct=True), "peer ids that may join")
-    organiser: str = key("", schema.peer_id_or_empty, "peer id whose key signs admissions")
+    organiser: str = key("", schema.only(""), "peer id whose key signs admissions; not in this version: empty")
 
     def check_together(self) -> None:
         if self.mode == "list" and not self.peers and not self.organiser:

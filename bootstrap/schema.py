@@ -6,6 +6,7 @@ is read and when a dataclass is built in code, so no other place has to check.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -82,10 +83,15 @@ def number(low: float, high: float, *, above: bool = False, below: bool = False)
     return rule
 
 
-def boolean(where: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise RunFileError(f"{where} must be true or false, not {_shown(value)}")
-    return value
+def only(allowed: object) -> Rule:
+    """A key that a later version gives a meaning; until then it is refused rather than ignored."""
+
+    def rule(where: str, value: object) -> object:
+        if type(value) is not type(allowed) or value != allowed:
+            raise RunFileError(f"{where} = {_shown(value)} is not known to this version; leave it at {json.dumps(allowed)}")
+        return value
+
+    return rule
 
 
 def one_of(*allowed: int) -> Rule:

@@ -51,13 +51,9 @@ class Transport:
         self.network = network
         self.limits = limits
         self.counters = Counters()
+        self._own_upload_limit = upload_bytes_per_second
         self._limiter = RateLimiter(upload_bytes_per_second or limits.upload_bytes_per_second)
-        blob_limits = BlobLimits(
-            streams_per_peer=limits.requests_in_flight,
-            streams=8 * limits.requests_in_flight,
-            blob_bytes=limits.blob_bytes,
-        )
-        self._blobs = BlobServer(blob_limits, self._limiter, self.counters)
+        self._blobs = BlobServer(_blob_limits(limits), self._limiter, self.counters)
         self._calls = Calls(network, self.counters, limits.message_bytes, limits.requests_in_flight)
         self._slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._addresses: list[str] = []
@@ -96,6 +92,13 @@ class Transport:
             await network.close()
             raise
         return transport
+
+    def use_limits(self, limits: Limits) -> None:
+        """Go by a run's limits from now on: a joiner learns them from a peer, after the start."""
+        self.limits = limits
+        self._limiter.bytes_per_second = self._own_upload_limit or limits.upload_bytes_per_second
+        self._blobs.limits = _blob_limits(limits)
+        self._calls.use_limits(limits.message_bytes, limits.requests_in_flight)
 
     # --- who and where -------------------------------------------------------------------------------------------
 
@@ -243,6 +246,14 @@ class Transport:
         """Leave the network; no daemon is left. A second call does nothing."""
         await self.network.close()
         await self._calls.close()
+
+
+def _blob_limits(limits: Limits) -> BlobLimits:
+    return BlobLimits(
+        streams_per_peer=limits.requests_in_flight,
+        streams=8 * limits.requests_in_flight,
+        blob_bytes=limits.blob_bytes,
+    )
 
 
 async def _patiently(attempt: Callable[[], Awaitable[None]]) -> None:

@@ -56,6 +56,8 @@ LOOK_SECONDS, LOOK_LATER_SECONDS = 1.0, 15.0
 PATIENCE_SECONDS = 60.0
 KNOWN_PEERS_FILE = "peers.json"
 KNOWN_PEERS = 64
+# Peers whose clock is compared with ours at the start.
+CLOCKS_COMPARED = 3
 
 
 def run_on_fast_loop(work: Coroutine[Any, Any, int]) -> int:
@@ -109,7 +111,8 @@ async def _join_with(options: JoinOptions, device: torch.device, store: StateDir
                 "use another --state-dir for it"
             )
         store.write_run_file(run.to_toml())
-        transport.limits = run.limits
+        transport.use_limits(run.limits)
+        store.blobs.budget_bytes = run.limits.stored_blob_bytes
         node = Node(options, device, store, identity, transport, run)
         return await node.live(donors)
     finally:
@@ -293,6 +296,7 @@ class Node:
         catch_up = CatchUp(self.transport, exchange, worker, chain)
         donors = await self._donors(donors)
         await self._refuse_if_alive_elsewhere(donors)
+        await self._compare_clocks(donors)
         self.progress.phase = "catching up"
         was = chain.head_round
         await catch_up.run(donors, self._show_download)
@@ -340,6 +344,24 @@ class Node:
             await asyncio.sleep(1.0)
             waited += 1.0
             donors = await find_donors(self.transport, [donor.peer for donor in donors], self.run.run_id)
+
+    async def _compare_clocks(self, donors: list[Donor]) -> None:
+        """The DHT refuses records across clocks that differ by seconds; say so before a volunteer wonders."""
+        limit = self.run.limits.clock_offset_seconds
+        for donor in donors[:CLOCKS_COMPARED]:
+            try:
+                offset = await self.transport.clock_offset(donor.peer)
+            except TransportError as error:
+                logger.debug("the clock of %s: %s", donor.peer, error)
+                continue
+            if abs(offset) > limit:
+                logger.warning(
+                    "this machine's clock is %.1f s %s that of %s; above %.1f s peers do not find each other: set it by NTP",
+                    abs(offset),
+                    "behind" if offset > 0 else "ahead of",
+                    donor.peer,
+                    limit,
+                )
 
     def _session(self, donors: list[Donor], chain: Chain) -> bytes:
         """The session that the votes log belongs to; a new one if that log is lost (rule 13)."""

@@ -62,6 +62,7 @@ async def _bootstrap(options: BootstrapOptions) -> int:
         if kept.is_file() and options.run is not None and RunFile.load(kept).run_id != run.run_id:
             raise StateError(f"{store.path}: keeps another run; use another --state-dir")
         genesis = _keep(store, run, genesis)
+        store.blobs.budget_bytes = run.limits.stored_blob_bytes
         identity = Identity.load_or_create(store.path / "identity.key")
         with identity.lock():
             transport = await Transport.start(

@@ -82,7 +82,7 @@ def test_genesis_is_required_only_when_asked_for() -> None:
         ("[data]\nsequence_length = 1024", "sequence_length = 1024 is above"),
         ("[algorithm]\nalpha = [[1, 0.5]]", "begin with round 0"),
         ("[algorithm]\nalpha = []", "1 to"),
-        ("[algorithm]\noverlap = 1", "true or false"),
+        ("[algorithm]\noverlap = true", "leave it at false"),
         ("[run]\nmin_peers = 40", "above .limits. group_size"),
         ("[run]\nfounders = ['me']", "must be a peer id"),
         (f"[run]\nfounders = ['{PEER}', '{PEER}']", "names an entry twice"),
