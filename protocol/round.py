@@ -13,7 +13,19 @@ from sparseloco.protocol.errors import LocalProtocolError
 from sparseloco.protocol.events import Announced, DoorClosed, Fetch, Persist, Record, Reveal, Said, Train, Trained, Voted
 from sparseloco.protocol.evidence import Evidence, Prepared
 from sparseloco.protocol.manifest import Manifest, Member
-from sparseloco.protocol.messages import NIL, PHASE_NAMES, PRECOMMIT, PREVOTE, Announce, Check, Close, Commit, Proposal, Signed, Vote
+from sparseloco.protocol.messages import (
+    NIL,
+    PHASE_NAMES,
+    PRECOMMIT,
+    PREVOTE,
+    Announce,
+    Check,
+    Close,
+    Commit,
+    Proposal,
+    Signed,
+    Vote,
+)
 
 if TYPE_CHECKING:
     from sparseloco.protocol.machine import Machine
@@ -132,9 +144,16 @@ class Round:
         announced = self.evidence.announcements.get(peer)
         return not self.door_open() and (announced is None or announced.digest not in self.eligible)
 
+    def _strands_the_rest(self, leavers: int) -> bool:
+        """So many leave that those who stay are no quorum: the round ends now, while the leavers still vote."""
+        staying = len(self.evidence.members) - leavers
+        return leavers > 0 and 0 < staying < self.evidence.quorum
+
     def _acceptable(self, close: Close) -> bool:
         """Rule 4: a Close before the budget is over must cover every member seen alive here. One's own was found to, once."""
-        return close.header.member == self.me or self.idle or self._budget_over or self._covers_the_living(close.covered)
+        if close.header.member == self.me or self.idle or self._strands_the_rest(len(close.leaves)):
+            return True
+        return self._budget_over or self._covers_the_living(close.covered)
 
     def _timed_out(self, since: float, seconds: float) -> bool:
         return self.machine.now >= since + seconds and not self._stalled
@@ -203,7 +222,8 @@ class Round:
         if self.idle:
             ready = self._pending_membership
         else:
-            ready = self._budget_over or self._covers_the_living(frozenset((*announcements, *leaves)))
+            hurried = self._budget_over or self._strands_the_rest(len(leaves))
+            ready = hurried or self._covers_the_living(frozenset((*announcements, *leaves)))
         if ready:
             ordered = tuple(announcements[peer] for peer in sorted(announcements))
             gone = tuple(leaves[peer] for peer in sorted(leaves))
@@ -292,8 +312,9 @@ class Round:
         limit = self.machine.now - self.rules.detection_seconds
         peers = self.machine.liveness.peers
         members = [signed.message.header.member for signed in self.evidence.joins.values()]
-        heard = [m for m in members if (v := peers.get(m.peer)) is not None and v.session == m.session and v.last_heard >= limit]
-        return tuple(sorted(heard))
+        views = [(m, peers.get(m.peer)) for m in members]
+        ready = [m for m, v in views if v and v.session == m.session and v.last_heard >= limit and not v.leaving]
+        return tuple(sorted(ready))
 
     def _duration_ms(self) -> int:
         if self.trained is not None:
@@ -302,10 +323,14 @@ class Round:
 
     # --- proposing and voting -------------------------------------------------------------------------------------
 
+    def prepared_manifest(self) -> Prepared | None:
+        """Rule 9: what a leader must propose again, with the certificate that frees others from their locks."""
+        return self.evidence.latest_prepared() or self.lock
+
     def _propose(self) -> None:
         if not self._leads() or self.attempt in self.evidence.proposals or (PREVOTE, self.attempt) in self._cast:
             return
-        prepared = self.evidence.latest_prepared() or self.lock
+        prepared = self.prepared_manifest()
         if prepared is not None and prepared.attempt < self.attempt:
             old = prepared.proposal.message
             assert isinstance(old, Proposal)
