@@ -36,13 +36,15 @@ class Forming:
         self._view: tuple[Member, ...] = ()
         self._changed = 0.0
         self._signed_incarnation = -1
-        self._signed_at = 0.0
+        self._signed_at: float | None = None
+        self._signed_members: tuple[Member, ...] = ()
         self._waited_noted = -1
 
     def restore(self, form: Signed) -> None:
         """A signature of an earlier process: its incarnation is used up."""
         assert isinstance(form.message, Form)
-        self._signed_incarnation = max(self._signed_incarnation, form.message.incarnation)
+        if form.message.incarnation > self._signed_incarnation:
+            self._signed_incarnation, self._signed_members = form.message.incarnation, form.message.members
         self._store(form)
 
     def heard(self, peer: str, beat: Heartbeat, machine: Machine) -> None:
@@ -74,8 +76,10 @@ class Forming:
     def advance(self, machine: Machine) -> Commit | None:
         """Propose or sign a first group where the rules say so; the genesis commit once a group is complete."""
         for (incarnation, members), forms in self._forms.items():
-            # A list that this peer left behind by signing a later one is not its to complete: both might be.
-            if len(forms) == len(members) and incarnation == self._signed_incarnation:
+            # Only the proposer completes a list, and only its newest: it decides once, so two lists of one proposer never both
+            # become a first group. The others take the commit from it.
+            newest = members[0] == self.me and incarnation == self._signed_incarnation
+            if newest and len(forms) == len(members):
                 manifest = genesis_manifest(
                     self.rules.run, self.rules.genesis_state, members, self.rules.membership.budget_cap_ms
                 )
@@ -93,7 +97,8 @@ class Forming:
             return None
         self._sign_others(machine, view)
         settled = machine.now - self._changed >= self.rules.settle_seconds
-        if settled and view[0] == self.me and machine.now - self._signed_at >= self.rules.settle_seconds:
+        rested = self._signed_at is None or machine.now - self._signed_at >= self.rules.settle_seconds
+        if settled and rested and view[0] == self.me and self._may_leave_out(view, machine.now):
             self._sign(machine, self._signed_incarnation + 1, view)
             return self.advance(machine) if len(view) == 1 else None
         return None
@@ -108,17 +113,25 @@ class Forming:
         ]
         return tuple(sorted([*live, self.me])[: self.rules.membership.group_size])
 
+    def _may_leave_out(self, members: tuple[Member, ...], now: float) -> bool:
+        """Whoever signed with this peer before may have completed that list and be restarting: it is waited for a while."""
+        if self._signed_at is None:  # the first look after a start counts as the signing
+            self._signed_at = now if self._signed_members else None
+        waited = self._signed_at is None or now >= self._signed_at + self.rules.formation_seconds
+        return waited or set(self._signed_members) <= set(members)
+
     def _sign_others(self, machine: Machine, view: tuple[Member, ...]) -> None:
         """Sign what the lowest peer of a list proposed, if all of it is alive here and the incarnation is new to us."""
         for (incarnation, members), forms in list(self._forms.items()):
             proposed = members[0].peer in forms and self.me.peer not in forms
-            if proposed and incarnation > self._signed_incarnation and set(members) <= set(view):
+            newer = incarnation > self._signed_incarnation
+            if proposed and newer and set(members) <= set(view) and self._may_leave_out(members, machine.now):
                 self._sign(machine, incarnation, members)
 
     def _sign(self, machine: Machine, incarnation: int, members: tuple[Member, ...]) -> None:
         header = Header(self.rules.run, GENESIS_ROUND, self.rules.placeholder_parent(), self.me.peer, self.me.session)
         signed = machine.sign(Form(header, incarnation, members))
-        self._signed_incarnation, self._signed_at = incarnation, machine.now
+        self._signed_incarnation, self._signed_at, self._signed_members = incarnation, machine.now, members
         machine.emit(Persist(Formed(signed)))
         self._store(signed)
         others = tuple(member.peer for member in members if member != self.me)

@@ -10,8 +10,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from sparseloco.protocol.events import Adopt
 from sparseloco.protocol.manifest import GENESIS_ROUND, Manifest, Member
-from sparseloco.protocol.messages import NIL, PRECOMMIT, Announce, Check, Commit, Form, Signed, Vote
+from sparseloco.protocol.messages import NIL, PRECOMMIT, Announce, Check, Close, Commit, Form, Proposal, Signed, Vote
 
 if TYPE_CHECKING:
     from sparseloco.protocol.simulator import SimulatedSwarm
@@ -37,16 +38,22 @@ class Oracle:
         self._certified: dict[bytes, bytes] = {}
         self._manifests: dict[bytes, Manifest] = {}
         self._adopted: dict[bytes, bytes] = {}
-        self._states: dict[tuple[int, bytes], bytes] = {}
-        self._head_of: dict[str, bytes] = {}
+        self._states: dict[int, bytes] = {}
         self._announced: dict[tuple[str, bytes], bytes] = {}
         self._seen_payload: dict[tuple[str, bytes], float] = {}
         self._valid_marks: dict[bytes, set[str]] = defaultdict(set)
         self._payload_of: dict[bytes, bytes] = {}
         self._said: set[bytes] = set()
+        self._once: dict[tuple[Member, bytes, type[object], tuple[int, ...]], bytes] = {}
+        self.first_adopted: dict[bytes, float] = {}  # by manifest: when the first peer adopted it
+        self.longest_round_seconds = 0.0
+        self.longest_part_of_bound = 0.0
         self.commits = 0
+        self.only = ""  # a test may ask for one guarantee alone
 
     def fail(self, guarantee: str, detail: str) -> None:
+        if self.only and guarantee != self.only:
+            return
         raise Violation(guarantee, f"seed {self._swarm.seed} at {self._swarm.now:.3f} s: {detail}")
 
     # --- what is said ---------------------------------------------------------------------------------------------
@@ -57,6 +64,8 @@ class Oracle:
             return
         self._said.add(signed.digest)
         message = signed.message
+        if self._swarm.profile.durable:
+            self._contradicts_nothing(signed)
         if isinstance(message, Vote) and message.phase == PRECOMMIT and message.digest != NIL:
             self._precommitted(message)
         elif isinstance(message, Check):
@@ -67,8 +76,24 @@ class Oracle:
             if key in self._seen_payload and not message.abstains:
                 self.fail("commit-then-reveal", f"{message.header.sender} announced after it had read another's payload")
             self._payload_of[signed.digest] = message.payload
-        elif isinstance(message, Form):
-            return
+
+    def _contradicts_nothing(self, signed: Signed) -> None:
+        """One digest for each thing a member may say once, restarts included."""
+        message = signed.message
+        header = message.header
+        which: tuple[int, ...] = ()
+        match message:
+            case Vote(phase=phase, attempt=attempt):
+                which = (phase, attempt)
+            case Close(attempt=attempt) | Proposal(attempt=attempt):
+                which = (attempt,)
+            case Check(revision=revision):
+                which = (revision,)
+            case Form(incarnation=incarnation):
+                which = (incarnation,)
+        key = (header.member, header.parent, type(message), which)
+        if self._once.setdefault(key, signed.digest) != signed.digest:
+            self.fail("equivocation", f"{header.sender} said two different things as {type(message).__name__} {which}")
 
     def _precommitted(self, vote: Vote) -> None:
         parent = vote.header.parent
@@ -101,10 +126,14 @@ class Oracle:
 
     # --- what is adopted ------------------------------------------------------------------------------------------
 
-    def adopted(self, peer: str, commit: Commit, own_payloads: Mapping[int, bytes]) -> None:
-        manifest = commit.manifest
+    def adopted(self, peer: str, adopt: Adopt, own_payloads: Mapping[int, bytes]) -> None:
+        """A peer adopted a manifest: one per parent, only what a quorum checked, and its own contribution accounted for."""
+        manifest = adopt.commit.manifest
         self.commits += 1
         self._manifests[manifest.digest] = manifest
+        if manifest.digest not in self.first_adopted:
+            self.first_adopted[manifest.digest] = self._swarm.now
+            self._in_time(manifest)
         previous = self._adopted.setdefault(manifest.parent, manifest.digest)
         if previous != manifest.digest:
             self.fail("agreement", f"{peer} adopted another manifest {manifest.round} than its fellows")
@@ -121,14 +150,49 @@ class Oracle:
             )
             if marks < group.quorum:
                 self.fail("validity", f"a payload of {contribution.peer} was committed with {marks} valid marks")
-            if contribution.peer == peer and own_payloads.get(manifest.round) != contribution.payload:
-                self.fail("nothing-lost", f"{peer} no longer holds its contribution that round {manifest.round} committed")
+            holders = self._swarm.holders(contribution.payload)
+            if holders < group.quorum:
+                self.fail("nothing-lost", f"only {holders} peers hold a payload that round {manifest.round} committed")
+        self._accounted(peer, adopt, own_payloads)
+
+    def _accounted(self, peer: str, adopt: Adopt, own_payloads: Mapping[int, bytes]) -> None:
+        """Whoever announced learns whether it was committed or returned, and still holds it either way."""
+        manifest = adopt.commit.manifest
+        own = self._announced.get((peer, manifest.parent))
+        if not self._swarm.profile.durable or own is None:
+            return
+        if not adopt.announced:
+            self.fail("nothing-lost", f"{peer} forgot its announcement when round {manifest.round} was decided")
+        if own and own_payloads.get(manifest.round) != own:
+            self.fail("nothing-lost", f"{peer} no longer holds what it announced in round {manifest.round}")
+        counted = any(c.peer == peer and c.payload == own for c in manifest.contributions)
+        if adopt.committed != counted:
+            self.fail("nothing-lost", f"{peer} takes committed for {adopt.committed} of its contribution, it is {counted}")
+
+    def bound_seconds(self, parent: Manifest) -> float:
+        """G4: budget + exchange + for each attempt up to f + 1 the detection time and three voting times, doubling."""
+        rules = self._swarm.rules
+        attempts = range(len(parent.group) - parent.quorum + 1)
+        steps = sum(rules.detection_seconds + 3 * rules.vote_timeout_seconds(attempt) for attempt in attempts)
+        return parent.budget_ms / 1000 + rules.exchange_seconds + steps
+
+    def _in_time(self, manifest: Manifest) -> None:
+        begun = self.first_adopted.get(manifest.parent)
+        if begun is None or begun < self._swarm.disturbed_until or self._swarm.profile.loss > 0.1:
+            return
+        parent = self._manifests[manifest.parent]
+        if len(parent.group) < self._swarm.rules.membership.min_peers:
+            return
+        seconds, bound = self._swarm.now - begun, self.bound_seconds(parent)
+        self.longest_round_seconds = max(self.longest_round_seconds, seconds)
+        self.longest_part_of_bound = max(self.longest_part_of_bound, seconds / bound)
+        if seconds > bound:
+            self.fail("progress", f"round {manifest.round} took {seconds:.1f} s without a crash, its bound is {bound:.1f} s")
 
     def state(self, peer: str, number: int, digest: bytes) -> None:
-        key = (number, self._adopted.get(b"", b""))
-        if self._states.setdefault(key, digest) != digest:
+        if self._states.setdefault(number, digest) != digest:
             self.fail("agreement", f"{peer} holds another state after round {number}")
 
-    def founded(self, commit: Commit) -> None:
-        """A genesis that everybody knows beforehand."""
+    def known(self, commit: Commit) -> None:
+        """A genesis that everybody knows beforehand, or a commit that is durable, though its peer may crash before it adopts it."""
         self._manifests[commit.manifest.digest] = commit.manifest

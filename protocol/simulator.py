@@ -6,9 +6,11 @@ seed gives the same events, so a failing seed is a test.
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import itertools
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +24,7 @@ from sparseloco.protocol.events import (
     Effect,
     Event,
     Fetch,
+    Formed,
     LeaveRequested,
     Note,
     PeerSeen,
@@ -54,7 +57,8 @@ class Profile:
 
     crashes: crashes with restart per run. late_joiners: peers that start after some rounds. slow_peers: peers whose inner steps
     take `slow_factor` times as long. durable: whether records survive a crash (switched off only to test the oracle).
-    power_cuts: moments at which every peer crashes at once and restarts.
+    power_cuts: moments at which every peer crashes at once and restarts. form: no founders in the run file. overrun: how far, as a
+    factor, a peer may misjudge the time it has left.
     """
 
     name: str = "consumer"
@@ -76,8 +80,23 @@ class Profile:
     power_cuts: int = 0
     form: bool = False
     min_peers: int = 2
+    overrun: float = 1.05
+    heartbeat_seconds: float = 1.5
+    vote_seconds: float = 2.0
 
 
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile(),
+        Profile(
+            name="harsh", loss=0.25, tail_probability=0.15, tail_seconds=5, crashes=3, late_joiners=2, leavers=1, power_cuts=1
+        ),
+        Profile(name="power", loss=0.15, crashes=2, power_cuts=4),
+        Profile(name="churn", loss=0.1, crashes=2, late_joiners=3, leavers=2),
+        Profile(name="forming", form=True, loss=0.2, tail_probability=0.1, crashes=2, late_joiners=1, power_cuts=1),
+    )
+}
 SIMULATED_MEMBERSHIP = MembershipRules(
     min_peers=2, group_size=64, joiners_per_round=4, budget_cap_ms=20_000, budget_floor_ms=2_000, straggler_factor=3.0
 )
@@ -85,16 +104,16 @@ SIMULATED_RUN = sha256(b"simulated run")
 GENESIS_STATE = sha256(b"simulated genesis")
 
 
-def simulated_rules(founders: tuple[str, ...], min_peers: int = 2) -> Rules:
+def simulated_rules(founders: tuple[str, ...], profile: Profile) -> Rules:
     return Rules(
         run=SIMULATED_RUN,
         genesis_state=GENESIS_STATE,
-        membership=replace(SIMULATED_MEMBERSHIP, min_peers=min_peers),
-        heartbeat_seconds=1.5,
-        detection_seconds=6.0,
+        membership=replace(SIMULATED_MEMBERSHIP, min_peers=profile.min_peers),
+        heartbeat_seconds=profile.heartbeat_seconds,
+        detection_seconds=4 * profile.heartbeat_seconds,
         formation_seconds=15.0,
         exchange_seconds=6.0,
-        vote_seconds=2.0,
+        vote_seconds=profile.vote_seconds,
         founders=founders,
     )
 
@@ -139,6 +158,7 @@ class SimulatedPeer:
                 self.disk.states[head.manifest.round] = state
         head = self.disk.chain[-1] if self.disk.chain else None
         self.swarm.head_changed = True
+        self.swarm.note_start()
         self._catch_up_with_chain()
         known = self.disk.states.get(head.manifest.round) if head is not None else None
         self.incarnation += 1
@@ -191,6 +211,7 @@ class SimulatedPeer:
         if self.machine is None:
             return
         self.machine = None
+        self.swarm.disturbed_until = float("inf")
         self.incarnation += 1
         self.wakeup = float("inf")
         if not self.swarm.profile.durable:
@@ -211,23 +232,24 @@ class SimulatedPeer:
                 self.disk.chain.append(commit)
                 self.disk.records.clear()
                 swarm.head_changed = True
+                swarm.oracle.known(commit)
             case Persist(record):
                 self.disk.records.append(record)
-                if isinstance(record, Voted):
-                    swarm.oracle.said(record.vote)
-                elif isinstance(record, Said):
-                    swarm.oracle.said(record.message)
-                if isinstance(record, Announced):
-                    swarm.oracle.announced(self.peer, record.announcement)
+                match record:
+                    case Announced(announcement):
+                        swarm.oracle.said(announcement)
+                        swarm.oracle.announced(self.peer, announcement)
+                    case Voted(signed) | Said(signed) | Formed(signed):
+                        swarm.oracle.said(signed)
             case Train(number, _, _, budget_ms):
                 self._train(number, budget_ms)
             case Reveal(announcement, _):
                 swarm.reveal(announcement)
             case Fetch(announcement):
                 swarm.fetch(self, announcement)
-            case Adopt(commit):
-                swarm.oracle.adopted(self.peer, commit, self.disk.payloads)
-                self._apply(commit)
+            case Adopt():
+                swarm.oracle.adopted(self.peer, effect, self.disk.payloads)
+                self._apply(effect.commit)
             case ServeCommits(peer, head_round):
                 for commit in [c for c in self.disk.chain if c.manifest.round > head_round][:4]:
                     swarm.send(self.peer, peer, commit)
@@ -241,7 +263,7 @@ class SimulatedPeer:
         low, high = self.swarm.profile.train_seconds
         full = rng.uniform(low, high) * self.speed
         # A peer that cannot finish in time does fewer inner steps; a peer whose estimate is off is late all the same.
-        taken = min(full, budget_ms / 1000 * rng.uniform(0.8, 1.05))
+        taken = min(full, budget_ms / 1000 * rng.uniform(0.8, self.swarm.profile.overrun))
         withheld = rng.random() < self.swarm.profile.withhold
         payload = b"" if withheld else sha256(f"{self.peer} {number} {rng.random()}".encode())
         event = Trained(number, payload, 0 if withheld else 1000, 15, 1000, int(full * 1000))
@@ -292,19 +314,21 @@ class SimulatedSwarm:
         self.machine_factory = machine_factory
         self.now = 0.0
         self.events = 0
+        self.disturbed_until = 0.0  # no round that began before is held to the time bound
         self.head_changed = False  # a peer committed, started or left: only then can the run be over
         self.counts: dict[str, int] = {}
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = itertools.count()
         names = [f"peer{i}" for i in range(peers)]
         founders = names[: max(1, peers - profile.late_joiners)]
-        self.rules = simulated_rules(() if profile.form else tuple(founders), profile.min_peers)
+        self.rules = simulated_rules(() if profile.form else tuple(founders), profile)
         slow = set(self.rng.sample(names, min(profile.slow_peers, peers)))
         self.peers = {name: SimulatedPeer(self, name, profile.slow_factor if name in slow else 1.0) for name in names}
         self.founders = founders
         self._revealed: dict[bytes, str] = {}
         self._waiting: dict[bytes, list[tuple[SimulatedPeer, Signed, int]]] = {}
-        self._gone: set[str] = set()
+        self._gone: set[str] = set()  # asked to leave
+        self._departed: set[str] = set()  # left
         self.oracle = Oracle(self)
 
     def count(self, what: str) -> None:
@@ -312,6 +336,15 @@ class SimulatedSwarm:
 
     def schedule(self, at: float, action: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._heap, (at, next(self._sequence), action, arguments))
+
+    def holders(self, payload: bytes) -> int:
+        """Peers, up or down, whose disk holds a payload."""
+        return sum(payload in peer.disk.blobs for peer in self.peers.values())
+
+    def note_start(self) -> None:
+        """A peer started: rounds from here on are undisturbed if nobody else is down."""
+        down = any(p.incarnation and not p.up and p.peer not in self._departed for p in self.peers.values())
+        self.disturbed_until = float("inf") if down else self.now
 
     # --- the network ----------------------------------------------------------------------------------------------
 
@@ -367,7 +400,7 @@ class SimulatedSwarm:
         span = self.rounds * 12.0
         head = None if profile.form else founding_commit(self.rules)
         if head is not None:
-            self.oracle.founded(head)
+            self.oracle.known(head)
         for name in self.founders:
             if profile.form:
                 self.peers[name].disk.session = sha256(name.encode())[:16]
@@ -408,7 +441,7 @@ class SimulatedSwarm:
     def _restart(self, peer: SimulatedPeer) -> None:
         if peer.crash_after_effects is not None:
             peer.crash()
-        if not peer.up and peer.peer not in self._gone:
+        if not peer.up and peer.peer not in self._departed:
             self.count("restart")
             peer.start(None, None)
 
@@ -420,18 +453,26 @@ class SimulatedSwarm:
             self.head_changed = True
             self.count("leave")
             leaver.handle(LeaveRequested())
-            self.schedule(self.now + 2.0, self._go, leaver, self.now + 30.0)
+            self.schedule(self.now + 2.0, self._go, leaver)
 
-    def _go(self, leaver: SimulatedPeer, patience: float) -> None:
-        """A leaver goes when it was dropped, or out of patience where the others are a quorum without it."""
-        machine = leaver.machine
-        if machine is None:
-            return
-        impatient = self.now >= patience and machine.head is not None and len(machine.head.manifest.group) >= 4
-        if not machine.is_member or impatient:
-            leaver.crash()
-        else:
-            self.schedule(self.now + 2.0, self._go, leaver, patience)
+    def _go(self, leaver: SimulatedPeer) -> None:
+        """A leaver votes until a manifest dropped it, crashes and restarts in between or not, and then goes."""
+        if leaver.machine is not None:
+            if leaver.machine.may_go:
+                self._departed.add(leaver.peer)
+                leaver.crash()
+                self.note_start()
+                return
+            if not leaver.machine.leaving:
+                leaver.handle(LeaveRequested())
+        self.schedule(self.now + 2.0, self._go, leaver)
+
+    def depart(self, name: str) -> None:
+        """`name` dies and never comes back; nobody waits for it any more."""
+        self._gone.add(name)
+        self._departed.add(name)
+        self.peers[name].crash()
+        self.head_changed = True
 
     # --- running --------------------------------------------------------------------------------------------------
 
@@ -454,3 +495,40 @@ class SimulatedSwarm:
     def genesis_is(self, commit: Commit) -> bool:
         group = commit.manifest.group
         return commit.manifest == genesis_manifest(SIMULATED_RUN, GENESIS_STATE, group, SIMULATED_MEMBERSHIP.budget_cap_ms)
+
+
+def run_seeds(seeds: range, profile: str, *, rounds: int = 5, peers: tuple[int, int] = (1, 9)) -> None:
+    """One swarm per seed, of `peers` least to most members; Violation says how to replay the seed that broke a guarantee.
+
+    A swarm whose founders are one peer runs with min_peers 1: alone it would wait for company for ever.
+    """
+    for seed in seeds:
+        size = peers[0] + seed * 7919 % (peers[1] - peers[0] + 1)
+        settings = PROFILES[profile]
+        if size - settings.late_joiners < settings.min_peers:
+            settings = replace(settings, min_peers=1)
+        try:
+            SimulatedSwarm(seed, size, rounds, settings).run()
+        except Exception as error:
+            replay = f"--profile {profile} --seeds {seed}:{seed + 1} --peers {size}:{size} --rounds {rounds}"
+            raise Violation("seed", f"python -m sparseloco.protocol.simulator {replay}: {error!r}") from error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run seeded swarms and check every guarantee after every event.")
+    parser.add_argument("--seeds", default="0:100", help="first:end")
+    parser.add_argument("--profile", default="consumer", choices=sorted(PROFILES))
+    parser.add_argument("--peers", default="4:9", help="fewest:most")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    first, end = (int(part) for part in options.seeds.split(":"))
+    fewest, most = (int(part) for part in options.peers.split(":"))
+    begun = time.process_time()
+    run_seeds(range(first, end), options.profile, rounds=options.rounds, peers=(fewest, most))
+    spent = time.process_time() - begun
+    each = spent / (end - first) * 1000
+    print(f"{end - first} seeds of {options.profile}: no violation, {spent:.1f} s of CPU, {each:.0f} ms each")
+
+
+if __name__ == "__main__":
+    main()
