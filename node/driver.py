@@ -92,7 +92,7 @@ class Driver:
         self._fetches: dict[bytes, asyncio.Task[None]] = {}
         self._refusals: set[tuple[str, str]] = set()
         self._why = ""
-        self._was_late = self._joined = False
+        self._joined = False
         self._leaving_since: float | None = None
         self._linger_until = 0.0
         self.work = Work(worker, exchange, catch_up, chain, progress, put=self.put, fail=self.fail)
@@ -225,7 +225,7 @@ class Driver:
         now = time.monotonic()
         if self._leaving_since is not None:
             alone = not self.machine.others()
-            return alone or not self.machine.is_member or now > self._leaving_since + LEAVE_SECONDS
+            return alone or self.machine.may_go or now > self._leaving_since + LEAVE_SECONDS
         over = self.worker.state_round + 1 >= self.worker.run.run.rounds
         enough = self.rounds is not None and self.progress.committed_rounds >= self.rounds
         if not (over or enough) or not self.work.settled:
@@ -265,11 +265,10 @@ class Driver:
                 self._spawn(self.exchange.reveal(announcement, peers))
             case ev.Fetch(announcement):
                 self._fetches[announcement.digest] = self._spawn(self._fetch(announcement))
-            case ev.Adopt(commit, committed, _, attempt):
+            case ev.Adopt(commit, committed, announced, attempt):
                 self._forget_fetches()
                 self._refusals.clear()
-                late, self._was_late = self._was_late, False
-                self.work.adopt(Decided(commit, committed, late, attempt))
+                self.work.adopt(Decided(commit, committed, announced, attempt))
             case ev.ServeCommits(peer, head_round):
                 for number in range(max(head_round + 1, GENESIS_ROUND), head_round + 5):
                     if number in self.chain.commits:
@@ -334,8 +333,6 @@ class Driver:
             case "waiting":
                 self.progress.phase = f"waiting: {fields['seen']} of at least {fields['min_peers']} peers are here"
                 logger.info("%d of at least %d peers are here; waiting", fields["seen"], fields["min_peers"])
-            case "late":
-                self._was_late = True
         if event in EVENTS_WITH_PHASE:
             self.progress.phase = EVENTS_WITH_PHASE[event] or self.progress.phase
             self._event(event, number, **fields)

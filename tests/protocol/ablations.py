@@ -6,7 +6,6 @@ A simulator that passes everything proves nothing; these show that it would have
 from __future__ import annotations
 
 from sparseloco.protocol.errors import LocalProtocolError
-from sparseloco.protocol.evidence import Prepared
 from sparseloco.protocol.machine import Machine
 from sparseloco.protocol.manifest import Manifest
 from sparseloco.protocol.messages import Proposal
@@ -20,11 +19,11 @@ HASTY = Profile(
     latency_seconds=(0.05, 0.5),
     tail_probability=0.2,
     tail_seconds=4.0,
-    loss=0.5,
+    loss=0.6,
     crashes=0,
     slow_peers=0,
-    heartbeat_seconds=5.0,
-    vote_seconds=0.5,
+    heartbeat_seconds=6.0,
+    vote_seconds=0.4,
 )
 # Every peer loses power at once, several times: what was not durable is gone everywhere.
 BLACKOUTS = Profile(name="blackouts", loss=0.2, crashes=3, power_cuts=6, down_seconds=(0.5, 3.0), slow_peers=0)
@@ -33,13 +32,10 @@ STRAGGLING = Profile(name="straggling", crashes=0, slow_peers=1, slow_factor=8.0
 
 
 class UnlockedRound(Round):
-    """Rules 8 and 9 off: locks bind nobody, and a leader proposes anew whatever was prepared before."""
+    """Rule 8 off: a lock binds nobody. (Rule 9, that leaders propose again what was prepared, stays on.)"""
 
     def bound_by_lock(self, proposal: Proposal, manifest: Manifest) -> bool:
         return False
-
-    def prepared_manifest(self) -> Prepared | None:
-        return None
 
 
 class OpenDoorRound(Round):
