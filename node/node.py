@@ -110,6 +110,11 @@ async def _join_with(options: JoinOptions, device: torch.device, store: StateDir
                 f"{store.path}: holds the state of run {kept.run_id.hex()[:12]}, the peers serve run {run.run_id.hex()[:12]}; "
                 "use another --state-dir for it"
             )
+        if not rules_of(run).admits(identity.peer_id):
+            raise NetworkError(
+                f"run {run.run.name} is by invitation: peer id {identity.peer_id} is not in [admission] peers of its run file; "
+                "ask the organiser to add it"
+            )
         store.write_run_file(run.to_toml())
         transport.use_limits(run.limits)
         store.blobs.budget_bytes = run.limits.stored_blob_bytes
@@ -190,12 +195,14 @@ async def find_run(
         seen = "".join(f"\n  {d.peer}: run {d.hello.run_name} ({d.hello.run_id[:12]})" for d in donors)
         sought = f"the run {wanted!r}" if wanted else "a run"
         raise NetworkError(f"none of the given peers serves {sought}{seen}" + "".join(f"\n{line}" for line in silent))
-    for donor in matching:
-        if donor.hello.protocol != PROTOCOL_VERSION:
-            raise NetworkError(
-                f"{donor.peer} speaks protocol {donor.hello.protocol} (version {donor.hello.version}), this node "
-                f"{PROTOCOL_VERSION} (version {__version__}); install the version that the run uses"
-            )
+    understood = [donor for donor in matching if donor.hello.protocol == PROTOCOL_VERSION]
+    if not understood:
+        donor = matching[0]
+        raise NetworkError(
+            f"{donor.peer} speaks protocol {donor.hello.protocol} (version {donor.hello.version}), this node "
+            f"{PROTOCOL_VERSION} (version {__version__}); install the version that the run uses"
+        )
+    matching = understood
     runs = {donor.hello.run_id: donor.hello.run_name for donor in matching}
     if len(runs) > 1:
         listed = "".join(f"\n  --run {run_id[:12]}  ({name})" for run_id, name in sorted(runs.items()))

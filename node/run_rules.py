@@ -29,4 +29,5 @@ def rules_of(run: RunFile) -> Rules:
         settle_seconds=max(3.0, 2 * settings.heartbeat_seconds),
         check_resends=run.limits.check_resends,
         founders=tuple(run.run.founders),
+        admitted=frozenset(run.admission.peers) if run.admission.mode == "list" else None,
     )

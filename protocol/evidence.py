@@ -93,6 +93,8 @@ class Evidence:
         sender = signed.message.header.sender
         if self.members.get(sender) == signed.message.header.member:
             raise RemoteProtocolError("join", f"{sender} is a member already")
+        if not self.rules.admits(sender):
+            raise RemoteProtocolError("not-admitted", f"{sender} is not on this run's list")
         if sender not in self.joins and len(self.joins) >= self.rules.max_observers:
             raise RemoteProtocolError("joiners", f"more than {self.rules.max_observers} peers ask to join")
         if self.joins.setdefault(sender, signed) is not signed:

@@ -61,6 +61,8 @@ class Forming:
             raise RemoteProtocolError("other-run", f"a Form of another run from {header.sender}")
         if len(form.members) > self.rules.membership.group_size:
             raise RemoteProtocolError("group-size", f"a first group of {len(form.members)} members")
+        if not all(self.rules.admits(member.peer) for member in form.members):
+            raise RemoteProtocolError("not-admitted", "a first group with a peer that is not on this run's list")
         if form.incarnation > self._signed_incarnation + INCARNATION_WINDOW:
             raise RemoteProtocolError("incarnation", f"incarnation {form.incarnation} is too far beyond {self._signed_incarnation}")
         # Whoever is heard is bounded, so what is kept is; a list signed here is completed whoever is silent by now.
@@ -109,7 +111,7 @@ class Forming:
         live = [
             Member(peer, view.session)
             for peer, view in peers.items()
-            if view.head_round == NO_HEAD_ROUND and view.last_heard >= limit and not view.leaving
+            if view.head_round == NO_HEAD_ROUND and view.last_heard >= limit and not view.leaving and self.rules.admits(peer)
         ]
         return tuple(sorted([*live, self.me])[: self.rules.membership.group_size])
 

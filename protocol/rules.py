@@ -45,6 +45,10 @@ class Rules:
     repair_messages: int = 64
     max_observers: int = 64
     founders: tuple[str, ...] = ()
+    admitted: frozenset[str] | None = None  # peer ids that may join; None: everybody
+
+    def admits(self, peer: str) -> bool:
+        return self.admitted is None or peer in self.admitted
 
     def vote_timeout_seconds(self, attempt: int) -> float:
         return self.vote_seconds * float(min(1 << min(attempt, 30), self.max_backoff))

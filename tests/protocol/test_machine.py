@@ -36,6 +36,7 @@ from sparseloco.protocol.events import (
     Effect,
     Fetch,
     LeaveRequested,
+    Note,
     PeerSeen,
     Persist,
     Received,
@@ -738,3 +739,45 @@ def test_time_that_goes_backwards_is_the_drivers_fault() -> None:
     with pytest.raises(LocalProtocolError, match="backwards"):
         story.machine.handle(Tick(), 4.0)
 
+
+
+# --- leaving a pair, admission by list --------------------------------------------------------------------------------
+
+
+def talk(machines: dict[str, Any], first: dict[str, list[Effect]], now: float) -> None:
+    """Deliver everything the machines send each other, at once, until they are silent."""
+    pending = [(peer, effect) for peer, effects in first.items() for effect in effects if isinstance(effect, Send)]
+    while pending:
+        sender, send = pending.pop(0)
+        for receiver in send.peers:
+            for effect in machines[receiver].handle(Received(sender, send.frame), now):
+                if isinstance(effect, Send):
+                    pending.append((receiver, effect))
+
+
+def test_pair_decides_at_once_when_one_of_it_leaves_in_mid_training() -> None:
+    rules = make_rules("alice", "bob")
+    machines = {peer: make_machine(member(peer), rules, founding_commit(rules)) for peer in ("alice", "bob")}
+    talk(machines, {peer: machine.handle(Tick(), 1.0) for peer, machine in machines.items()}, 1.0)
+    talk(machines, {"bob": machines["bob"].handle(LeaveRequested(), 2.0)}, 2.0)
+    assert machines["bob"].may_go
+    assert machines["alice"].head is not None
+    assert [m.peer for m in machines["alice"].head.manifest.group] == ["alice"]
+    assert machines["alice"].head.manifest.contributions == ()
+
+
+def test_member_does_not_take_an_early_close_for_a_leaver_whom_a_quorum_can_do_without() -> None:
+    story = Story()
+    story.beats()
+    leave = FELLOWS[OTHERS[0]].leaves()
+    close = LEADER.closes(leaves=(leave,))
+    story.hear(leave)
+    assert not [r for r in saved(story.hear(close)) if isinstance(r, DoorClosed)]
+
+
+def test_join_of_a_peer_that_is_not_on_the_list_is_refused() -> None:
+    rules = dataclasses.replace(RULES, admitted=frozenset(LEADERS))
+    story = Story(rules=rules)
+    story.beats()
+    effects = story.hear(Fellow(PARENT, "erin", b"e" * 16).joins())
+    assert [e.fields["rule"] for e in effects if isinstance(e, Note) and e.event == "refused"] == ["not-admitted"]
