@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine
 from types import FrameType
@@ -39,6 +40,13 @@ async def _interruptible(main: Coroutine[Any, Any, int]) -> int:
         print("leaving in order; interrupt again to end at once", file=sys.stderr, flush=True)
         loop.call_soon_threadsafe(task.cancel)
 
+    # A signal that comes just before the loop begins to wait would not wake it: Python runs handlers between bytecodes
+    # only. The byte written to this pair does.
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    loop.add_reader(reader, lambda: reader.recv(64))
+    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     previous = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:
         result = await task
@@ -49,4 +57,8 @@ async def _interruptible(main: Coroutine[Any, Any, int]) -> int:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+        loop.remove_reader(reader)
+        reader.close()
+        writer.close()
     return INTERRUPTED if interrupted else result

@@ -23,7 +23,7 @@ from sparseloco.bootstrap.errors import NodeError
 from sparseloco.bootstrap.run_file import RunFile
 from sparseloco.node.init import initialise, parameter_count, starting_run
 from sparseloco.node.options import SwarmOptions
-from sparseloco.node.swarm_events import EventTail, NodeRecord
+from sparseloco.node.swarm_events import GENESIS_ROUND, EventTail, NodeRecord
 from sparseloco.node.swarm_faults import Fault, due
 from sparseloco.node.swarm_processes import Child, end_all
 from sparseloco.node.swarm_report import FINISHED, KILLED, LEFT, NodeOutcome, SwarmOutcome, disagreements, verdict
@@ -163,13 +163,15 @@ class Swarm:
                 self.screen.say(f"started node {fault.node} late, in round {fault.round}")
 
     def _say_news(self) -> None:
-        for node, record in enumerate(self.records):
-            for number in sorted(set(record.digests) - self.said_rounds):
+        held_out = {number: loss for record in self.records for number, loss in record.eval_loss.items()}
+        if GENESIS_ROUND in held_out and GENESIS_ROUND not in self.said_rounds:
+            self.said_rounds.add(GENESIS_ROUND)
+            self.screen.say(f"genesis: held-out loss {held_out[GENESIS_ROUND]:.3f}")
+        for record in self.records:
+            for number in sorted(set(record.digests) & set(held_out) - self.said_rounds):
                 self.said_rounds.add(number)
-                loss = record.train_loss.get(number)
-                shown = "" if loss is None else f", node {node}'s training loss {loss:.3f}"
-                peers = len(record.contributors[number])
-                self.screen.say(f"round {number}: {peers} contributions, state {record.digests[number][:12]}{shown}")
+                peers, digest = len(record.contributors[number]), record.digests[number][:12]
+                self.screen.say(f"round {number}: {peers} contributions, state {digest}, held-out loss {held_out[number]:.3f}")
         for node, child in self.nodes.items():
             if not child.running and node not in self.said_ends:
                 self.said_ends.add(node)
@@ -241,7 +243,9 @@ def _report(outcome: SwarmOutcome, layout: Layout, options: SwarmOptions) -> int
         result = "NOT agreed: " + "; ".join(reasons)
     else:
         living = sum(node.ended == FINISHED for node in outcome.nodes)
-        result = f"agreed: {living} nodes hold the same state {found['state_digest']} after {outcome.rounds} rounds"
+        loss = found["eval_loss"]
+        learned = f"; held-out loss {loss[0]:.3f} -> {loss[-1]:.3f}" if len(loss) > 1 else ""
+        result = f"agreed: {living} nodes hold the same state {found['state_digest']} after {outcome.rounds} rounds{learned}"
     payload = payload_line(found["payload_bytes"], parameter_count(layout.run_path))
     for line in (payload, f"files and logs: {layout.root}", result):
         console.print(line, markup=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -24,13 +25,12 @@ SPARKLINE_POINTS = 40
 
 
 def sparkline(values: list[float]) -> str:
-    """The last values as block characters, lowest to highest of those shown."""
+    """The last values as block characters, lowest to highest of those shown; a blank for what is not finite."""
     shown = values[-SPARKLINE_POINTS:]
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
+    finite = [value for value in shown if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
     span = (high - low) or 1.0
-    return "".join(BARS[int((value - low) / span * (len(BARS) - 1))] for value in shown)
+    return "".join(BARS[int((v - low) / span * (len(BARS) - 1))] if math.isfinite(v) else " " for v in shown)
 
 
 class View:

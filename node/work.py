@@ -38,7 +38,7 @@ class Decided:
 
     commit: Commit
     committed: bool  # this node's contribution is in it
-    late: bool  # trained, but after the Close
+    announced: bool
     attempt: int
 
 
@@ -208,7 +208,8 @@ class Work:
         self.progress.contributions_committed += decided.committed
         if contributed and not decided.committed:
             self.progress.contributions_returned += 1
-            self.event("returned", manifest.round, why="late" if decided.late else "not committed by the group")
+            why = "not committed by the group" if decided.announced else "late"  # trained, but after the Close
+            self.event("returned", manifest.round, why=why)
 
     # --- beside training ------------------------------------------------------------------------------------------
 
