@@ -62,3 +62,12 @@ async def _interruptible(main: Coroutine[Any, Any, int]) -> int:
         reader.close()
         writer.close()
     return INTERRUPTED if interrupted else result
+
+
+def run_on_fast_loop(work: Coroutine[Any, Any, int]) -> int:
+    """Run to the end or to Ctrl-C, on uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return run_until_interrupted(work)
+    return run_until_interrupted(work, uvloop.new_event_loop)

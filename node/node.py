@@ -12,10 +12,7 @@ import logging
 import os
 import random
 import secrets
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -24,49 +21,37 @@ import torch
 from sparseloco import __version__
 from sparseloco.bootstrap.addresses import parse_peer_address
 from sparseloco.bootstrap.directory import Directory, PeerRecord
-from sparseloco.bootstrap.errors import NetworkError, NodeError, RunFileError, StateError
+from sparseloco.bootstrap.errors import NetworkError, StateError
 from sparseloco.bootstrap.identity import Identity
 from sparseloco.bootstrap.run_file import RunFile
-from sparseloco.bootstrap.transport import Limits, Transport, TransportError
-from sparseloco.node.catch_up import CatchUp, Chain, Donor, ask_hello, find_donors
+from sparseloco.bootstrap.transport import Transport, TransportError
+from sparseloco.node.catch_up import CatchUp, Chain, Donor, find_donors
 from sparseloco.node.device import pick_device
 from sparseloco.node.driver import Driver
 from sparseloco.node.durable import write_atomic
 from sparseloco.node.exchange import Exchange
-from sparseloco.node.interrupts import run_until_interrupted
+from sparseloco.node.finding import KNOWN_PEERS, KNOWN_PEERS_FILE, find_run, known_addresses, start_transport
+from sparseloco.node.interrupts import run_on_fast_loop
 from sparseloco.node.options import JoinOptions
 from sparseloco.node.places import default_state_dir
 from sparseloco.node.progress import Progress
 from sparseloco.node.run_rules import rules_of
-from sparseloco.node.services import RUN_FILE, Services
+from sparseloco.node.services import Services
 from sparseloco.node.store import StateDir
+from sparseloco.node.summary import left_event, print_summary
 from sparseloco.node.view import View
 from sparseloco.node.worker import Worker
 from sparseloco.protocol.encoding import SESSION_BYTES
 from sparseloco.protocol.events import PeerSeen
 from sparseloco.protocol.manifest import GENESIS_ROUND
-from sparseloco.protocol.messages import PROTOCOL_VERSION
 from sparseloco.protocol.rules import FOUNDER_SESSION, Rules
 
 logger = logging.getLogger(__name__)
 
 # Discovery looks often while the group is forming and rarely once peers are known.
 LOOK_SECONDS, LOOK_LATER_SECONDS = 1.0, 15.0
-# A node that resumes keeps dialling for so long before it says that nobody answers.
-PATIENCE_SECONDS = 60.0
-KNOWN_PEERS_FILE = "peers.json"
-KNOWN_PEERS = 64
 # Peers whose clock is compared with ours at the start.
 CLOCKS_COMPARED = 3
-
-
-def run_on_fast_loop(work: Coroutine[Any, Any, int]) -> int:
-    """Run to the end or to Ctrl-C, on uvloop where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return run_until_interrupted(work)
-    return run_until_interrupted(work, uvloop.new_event_loop)
 
 
 def run_join(options: JoinOptions) -> int:
@@ -102,7 +87,7 @@ async def _default_state_dir(options: JoinOptions) -> Path:
 
 async def _join_with(options: JoinOptions, device: torch.device, store: StateDir, identity: Identity) -> int:
     kept = _kept_run(store)
-    transport = await _start_transport(options, store, identity, kept)
+    transport = await start_transport(options, store, identity, kept)
     try:
         run, donors = await find_run(transport, options.peers, options.run, kept)
         if kept is not None and kept.run_id != run.run_id:
@@ -127,113 +112,6 @@ async def _join_with(options: JoinOptions, device: torch.device, store: StateDir
 def _kept_run(store: StateDir) -> RunFile | None:
     path = store.path / "run.toml"
     return RunFile.load(path) if path.is_file() else None
-
-
-def _known_addresses(store: StateDir) -> list[str]:
-    """Addresses of peers met earlier: the way back when every bootstrap address is dead."""
-    try:
-        value = json.loads((store.path / KNOWN_PEERS_FILE).read_text())
-        return [str(parse_peer_address(str(address)).text) for address in value][:KNOWN_PEERS]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, TypeError, NodeError) as error:
-        logger.warning("%s: cannot be used (%s)", store.path / KNOWN_PEERS_FILE, error)
-        return []
-
-
-async def _start_transport(options: JoinOptions, store: StateDir, identity: Identity, kept: RunFile | None) -> Transport:
-    """The daemon and at least one peer; a node that resumes keeps trying for a while, one that is new says why not."""
-
-    async def start(peers: tuple[str, ...]) -> Transport:
-        return await Transport.start(
-            identity,
-            listen=options.listen,
-            announce=options.announce,
-            peers=peers,
-            client_mode=options.client_mode,
-            relay=options.relay,
-            upload_bytes_per_second=options.max_upload_bytes_per_second,
-            limits=kept.limits if kept is not None else Limits(),
-        )
-
-    if kept is None:
-        return await start(options.peers)
-    transport = await start(())
-    addresses = list(dict.fromkeys([*options.peers, *_known_addresses(store)]))
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    pause = 1.0
-    while True:
-        try:
-            await transport.connect_any(addresses)
-            return transport
-        except NetworkError as error:
-            if time.monotonic() + pause > deadline:
-                await transport.close()
-                raise
-            logger.warning("%s; trying again in %.0f s", str(error).splitlines()[0], pause)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 10.0)
-
-
-async def find_run(
-    transport: Transport, addresses: tuple[str, ...], wanted: str | None, kept: RunFile | None
-) -> tuple[RunFile, list[Donor]]:
-    """The run that the given peers serve, its file checked against its id; NetworkError if they serve none or several."""
-    peers = [parse_peer_address(address).peer_id for address in addresses]
-    donors: list[Donor] = []
-    silent: list[str] = []
-    for peer in dict.fromkeys([*peers, *await transport.connected()]):
-        try:
-            donors.append(await ask_hello(transport, peer))
-        except TransportError as error:
-            silent.append(f"  {peer}: {error}")
-    given = RunFile.load(wanted) if wanted is not None and Path(wanted).is_file() else None
-    matching = [donor for donor in donors if _matches(donor, wanted, given, kept)]
-    if not matching:
-        if kept is not None and not donors:
-            return kept, []
-        seen = "".join(f"\n  {d.peer}: run {d.hello.run_name} ({d.hello.run_id[:12]})" for d in donors)
-        sought = f"the run {wanted!r}" if wanted else "a run"
-        raise NetworkError(f"none of the given peers serves {sought}{seen}" + "".join(f"\n{line}" for line in silent))
-    understood = [donor for donor in matching if donor.hello.protocol == PROTOCOL_VERSION]
-    if not understood:
-        donor = matching[0]
-        raise NetworkError(
-            f"{donor.peer} speaks protocol {donor.hello.protocol} (version {donor.hello.version}), this node "
-            f"{PROTOCOL_VERSION} (version {__version__}); install the version that the run uses"
-        )
-    matching = understood
-    runs = {donor.hello.run_id: donor.hello.run_name for donor in matching}
-    if len(runs) > 1:
-        listed = "".join(f"\n  --run {run_id[:12]}  ({name})" for run_id, name in sorted(runs.items()))
-        raise NetworkError(f"the given peers serve {len(runs)} runs; choose one:{listed}")
-    run_id = next(iter(runs))
-    for run in (given, kept):
-        if run is not None and run.run_id.hex() == run_id:
-            return run, matching
-    return await _fetch_run(transport, matching, run_id), matching
-
-
-def _matches(donor: Donor, wanted: str | None, given: RunFile | None, kept: RunFile | None) -> bool:
-    if given is not None:
-        return donor.hello.run_id == given.run_id.hex()
-    if wanted is not None:
-        return donor.hello.run_name == wanted or (len(wanted) >= 6 and donor.hello.run_id.startswith(wanted.lower()))
-    return kept is None or donor.hello.run_id == kept.run_id.hex()
-
-
-async def _fetch_run(transport: Transport, donors: list[Donor], run_id: str) -> RunFile:
-    problems = []
-    for donor in donors:
-        try:
-            run = RunFile.parse((await transport.request(donor.peer, RUN_FILE, b"{}")).decode())
-        except (TransportError, RunFileError, UnicodeDecodeError) as error:
-            problems.append(f"  {donor.peer}: {error}")
-            continue
-        if run.run_id.hex() == run_id:
-            return run
-        problems.append(f"  {donor.peer}: its run file has another id than it says")
-    raise NetworkError("no peer gave the run file:\n" + "\n".join(problems))
 
 
 class Node:
@@ -436,7 +314,7 @@ class Node:
 
     async def _dial_again(self) -> None:
         try:
-            await self.transport.connect_any(list(dict.fromkeys([*self.options.peers, *_known_addresses(self.store)])))
+            await self.transport.connect_any(list(dict.fromkeys([*self.options.peers, *known_addresses(self.store)])))
             logger.info("connected again")
         except NetworkError as error:
             logger.debug("dialling again: %s", error)
@@ -454,20 +332,8 @@ class Node:
         if worker.state_round not in self.store.checkpoints.rounds():
             digest = manifest.digest if manifest else bytes(32)
             await driver.work.checkpoint(worker.state_round, worker.theta, digest)
-        progress, counters = self.progress, self.transport.counters
-        self.store.events.write(
-            "left",
-            driver.head_round,
-            why=why,
-            rounds=progress.committed_rounds,
-            bytes_sent=counters.bytes_sent,
-            bytes_received=counters.bytes_received,
-            payload_bytes_sent=counters.payload_bytes_sent,
-            peak_rss_bytes=_peak_rss_bytes(),
-            steps=progress.steps,
-            contributions_committed=progress.contributions_committed,
-            contributions_returned=progress.contributions_returned,
-        )
+        progress = self.progress
+        self.store.events.write("left", driver.head_round, **left_event(progress, self.transport.counters, why))
         logger.info(
             "left (%s): %d rounds, %d contributions committed, %d inner steps",
             why,
@@ -476,43 +342,9 @@ class Node:
             progress.steps,
         )
         if self.options.json:
-            _print_summary(driver, why)
+            print_summary(driver, why)
 
 
 def _hears_another(donor: Donor, own_session: str, detection_seconds: float) -> bool:
     heard, silence = donor.hello.your_session, donor.hello.your_silence_seconds
     return bool(heard) and heard != own_session and 0 <= silence < detection_seconds
-
-
-def _peak_rss_bytes() -> int:
-    """This process's own peak; getrusage would report the parent's where that was larger."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        line = next((line for line in status.read_text().splitlines() if line.startswith("VmHWM:")), "VmHWM: 0 kB")
-        return int(line.split()[1]) * 1024
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _print_summary(driver: Driver, why: str) -> None:
-    progress = driver.progress
-    digest: Callable[[], bytes] = lambda: driver.worker.digest(driver.worker.theta)  # noqa: E731
-    print(
-        json.dumps(
-            {
-                "run_id": driver.rules.run.hex(),
-                "peer_id": driver.me.peer,
-                "ended": why,
-                "round": driver.worker.state_round,
-                "state_digest": digest().hex(),
-                "rounds": progress.committed_rounds,
-                "contributions_committed": progress.contributions_committed,
-                "contributions_returned": progress.contributions_returned,
-                "steps": progress.steps,
-                "tokens": progress.tokens,
-            }
-        ),
-        flush=True,
-    )

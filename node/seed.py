@@ -30,8 +30,8 @@ from sparseloco.node.catch_up import Chain
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.genesis import GENESIS_FILE
 from sparseloco.node.init import genesis_path, initialise, starting_run
+from sparseloco.node.interrupts import run_on_fast_loop
 from sparseloco.node.keeper import Keeper
-from sparseloco.node.node import run_on_fast_loop
 from sparseloco.node.options import BootstrapOptions
 from sparseloco.node.places import default_state_dir, default_state_root
 from sparseloco.node.run_rules import rules_of

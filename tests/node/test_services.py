@@ -14,7 +14,7 @@ from loopback import SCRATCH, LoopbackNetwork, settings, toml_of
 from sparseloco.bootstrap.errors import NetworkError, TransportError
 from sparseloco.bootstrap.run_file import RunFile
 from sparseloco.node.catch_up import find_donors
-from sparseloco.node.node import find_run
+from sparseloco.node.finding import find_run
 from sparseloco.node.services import (
     COMMITS,
     COMMITS_PER_ANSWER,
