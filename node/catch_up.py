@@ -77,6 +77,8 @@ class Chain:
         self.store = store
         self.rules = rules
         self.commits: dict[int, Commit] = {}
+        # The furthest round that was ever kept here. A head before it means that the votes since are forgotten.
+        self.reached = max(store.chain.rounds(), default=GENESIS_ROUND - 1)
         self._read()
 
     @property
@@ -95,7 +97,7 @@ class Chain:
         for round_number in self.store.chain.rounds():
             try:
                 commit = decode_commit(self.store.chain.read(round_number))
-                self._verify(commit, signatures=False)
+                self._verify(commit, signatures=True)  # a certificate that rotted would be refused by every joiner
             except (RemoteProtocolError, StateError) as error:
                 logger.warning("chain file of round %d is damaged (%s); it is fetched again", round_number, error)
                 break
@@ -281,3 +283,18 @@ class CatchUp:
         except OutOfDisk as error:
             logger.error("%s; this node cannot replay or serve round %d", error, manifest.round)
         return blobs
+
+    async def fetch_own_payload(self, donors: list[Donor]) -> None:
+        """Bring back a damaged or missing payload of one's own that was committed: the error feedback is derived from it."""
+        store = self.worker.store
+        newest = max((number for number in store.own.rounds() if self.chain.manifest(number) is not None), default=None)
+        manifest = self.chain.manifest(newest) if newest is not None else None
+        own = [c for c in manifest.contributions if c.peer == self.worker.peer_id] if manifest is not None else []
+        if manifest is None or not own or await asyncio.to_thread(store.blobs.get, own[0].payload) is not None:
+            return
+        logger.warning("this node's own payload of round %d is missing or damaged; asking others for it", manifest.round)
+        try:
+            async with asyncio.timeout(REPLAY_SECONDS):
+                await self.blobs_of(manifest, lambda: [donor.peer for donor in donors])
+        except TimeoutError:
+            logger.warning("nobody serves this node's own payload of round %d any more", manifest.round)

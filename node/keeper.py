@@ -76,7 +76,8 @@ class Keeper:
     async def _next_event(self) -> ev.Event:
         timeout = self.machine.next_wakeup - time.monotonic()
         try:
-            return await asyncio.wait_for(self._queue.get(), max(timeout, 0.001))
+            async with asyncio.timeout(max(timeout, 0.001)):  # wait_for of Python 3.11 can swallow a cancellation
+                return await self._queue.get()
         except TimeoutError:
             return ev.Tick()
 

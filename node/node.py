@@ -37,7 +37,7 @@ from sparseloco.node.places import default_state_dir
 from sparseloco.node.progress import Progress
 from sparseloco.node.run_rules import rules_of
 from sparseloco.node.services import Services
-from sparseloco.node.store import StateDir
+from sparseloco.node.store import VOTES_FILE, StateDir
 from sparseloco.node.summary import left_event, print_summary
 from sparseloco.node.view import View
 from sparseloco.node.worker import Worker
@@ -177,7 +177,7 @@ class Node:
             own_data=self.options.data,
         )
         exchange = Exchange(self.transport, self.store, worker.layout, random.Random())
-        chain = Chain(self.store, self.rules)
+        chain = await asyncio.to_thread(Chain, self.store, self.rules)
         catch_up = CatchUp(self.transport, exchange, worker, chain)
         donors = await self._donors(donors)
         await self._refuse_if_alive_elsewhere(donors)
@@ -185,6 +185,7 @@ class Node:
         self.progress.phase = "catching up"
         was = chain.head_round
         await catch_up.run(donors, self._show_download)
+        await catch_up.fetch_own_payload(donors)
         await asyncio.to_thread(worker.recover_own, chain.manifest)
         session = self._session(donors, chain)
         if chain.head_round > max(was, GENESIS_ROUND):
@@ -252,18 +253,31 @@ class Node:
         """The session that the votes log belongs to; a new one if that log is lost (rule 13)."""
         session = self.store.read_session()
         if session is not None:
-            try:
-                self.store.open_votes()
+            lost = self._lost_votes(chain)
+            if not lost:
                 return session
-            except StateError as error:
-                logger.warning("%s; this node votes under a new session and joins anew", error)
+            logger.warning("%s; this node votes under a new session and joins anew", lost)
+            if (self.store.path / VOTES_FILE).is_file():
                 self.store.abandon_votes()
         furthest = max([chain.head_round, *(donor.hello.head_round for donor in donors)])
         first_start = session is None and furthest <= GENESIS_ROUND
         founder = self.identity.peer_id in self.run.run.founders
         session = FOUNDER_SESSION if founder and first_start else secrets.token_bytes(SESSION_BYTES)
+        self.store.open_votes()  # before the session: a session without a votes log is one that lost it
         self.store.write_session(session)
         return session
+
+    def _lost_votes(self, chain: Chain) -> str:
+        """Why it is not known any more what this session voted; "" if it is."""
+        if not (self.store.path / VOTES_FILE).is_file():
+            return f"{self.store.path / VOTES_FILE}: is gone, and with it what this node voted"
+        if chain.head_round < chain.reached:
+            return f"the chain was at round {chain.reached} and is readable to round {chain.head_round} only"
+        try:
+            self.store.open_votes()
+        except StateError as error:
+            return str(error)
+        return ""
 
     def _show_download(self, done: int, total: int) -> None:
         self.progress.phase = f"downloading the state: {done / 1e6:.1f} of {total / 1e6:.1f} MB"

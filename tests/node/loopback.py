@@ -296,7 +296,7 @@ class LoopNode:
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
         path = self.path / "events.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
         return [line for line in lines if name is None or line["event"] == name]
 
     @property

@@ -122,6 +122,7 @@ def test_donors_that_lie_are_passed_over_and_the_state_is_the_groups(swarm, tell
     tell(story())
 
 
+@pytest.mark.full
 def test_with_every_checkpoint_spoilt_the_genesis_of_the_bootstrap_and_the_log_lead_to_the_same_state(swarm, tell):
     async def story():
         run = swarm(founders=3, run__min_peers=2, round__checkpoint_every=2)
@@ -184,7 +185,7 @@ def test_a_payload_that_was_missed_is_stored_when_the_round_is_applied(swarm, te
     """A node that gets a committed payload late keeps it: its own restart and joiners need the whole log."""
 
     async def story():
-        run = swarm(founders=4, run__min_peers=3, round__exchange_seconds=1.0)
+        run = swarm(founders=4, run__min_peers=3, round__exchange_seconds=1.0, round__min_budget_seconds=2.0)
         nodes = await run.start(0, 1, 2, 3)
         await run.until_round(0)
         deaf = nodes[0]

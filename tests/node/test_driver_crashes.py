@@ -96,7 +96,19 @@ def watch_checkpoints(monkeypatch: pytest.MonkeyPatch, crasher: Crasher, run: Sw
     monkeypatch.setattr(checkpoints, "write_atomic", writing)
 
 
-@pytest.mark.parametrize("points", [BEFORE, AFTER, OTHERS], ids=["before", "after", "others"])
+# One point of each kind; the full run has them all.
+SOME = ["before check", "after announced", "own state saved", "vote sent", "chain written", "before apply", "in checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        pytest.param(SOME, id="some"),
+        pytest.param(BEFORE, id="before", marks=pytest.mark.full),
+        pytest.param(AFTER, id="after", marks=pytest.mark.full),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.full),
+    ],
+)
 def test_a_node_whose_power_is_cut_goes_on_from_its_files(points, swarm, tell, tmp_path, monkeypatch):
     async def story():
         run = swarm(founders=3, run__min_peers=2, round__checkpoint_every=2)

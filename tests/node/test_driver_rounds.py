@@ -39,6 +39,7 @@ def test_four_nodes_commit_rounds_and_every_state_follows_from_the_files(swarm, 
     tell(story())
 
 
+@pytest.mark.full
 def test_rounds_survive_loss_delay_and_another_order(swarm, tell):
     """A tenth of the messages is lost and the rest arrives in any order: digests agree, nobody is counted dead for long."""
 
@@ -268,7 +269,7 @@ def test_a_node_whose_numbers_are_not_finite_withholds_and_the_group_goes_on(swa
 # --- the disk -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["own", "blob", "payload", "checkpoint"])
+@pytest.mark.parametrize("where", ["own", pytest.param("blob", marks=pytest.mark.full), "payload", "checkpoint"])
 def test_a_full_disk_costs_a_contribution_or_a_checkpoint_and_no_more(where, swarm, tell):
     async def story():
         run = swarm(founders=3, run__min_peers=2, round__checkpoint_every=2)
