@@ -236,16 +236,20 @@ class BlobServer:
         self.source: BlobSource | None = None
         self.accept: Callable[[str, bytes, int], bool] | None = None
         self.deliver: Callable[[str, bytes, bytes], None] | None = None
-        self.streams: Counter[str] = Counter()
+        self.streams: Counter[str] = Counter()  # being served, by peer
+        self.refusing: Counter[str] = Counter()  # being told that this node is busy
 
     async def handle(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one stream of an authenticated peer; never raises TransportError."""
         stream = Stream(reader, writer, self.limits.no_progress_seconds, self.counters)
         full = self.streams[peer] >= self.limits.streams_per_peer or self.streams.total() >= self.limits.streams
-        self.streams[peer] += 1
+        # Refused streams have places of their own: a peer that opens hundreds must not keep others from being served.
+        places = self.refusing if full else self.streams
+        if full and (self.refusing[peer] >= self.limits.streams_per_peer or self.refusing.total() >= self.limits.streams):
+            stream.close()  # even saying "busy" would cost more than a peer may cost
+            return
+        places[peer] += 1
         try:
-            if self.streams.total() > 2 * self.limits.streams:
-                return  # even saying "busy" would cost more than a peer may cost
             if full:
                 await stream.write_status(Code.BUSY)
             else:
@@ -257,9 +261,9 @@ class BlobServer:
             logger.warning("a blob for %s could not be read: %s", peer, error)
         finally:
             stream.close()
-            self.streams[peer] -= 1
-            if not self.streams[peer]:
-                del self.streams[peer]
+            places[peer] -= 1
+            if not places[peer]:
+                del places[peer]
 
     async def _serve(self, peer: str, stream: Stream) -> None:
         try:

@@ -26,7 +26,7 @@ from sparseloco.node.services import Hello, StateOffer, make_hello
 from sparseloco.node.work import Decided, Work
 from sparseloco.node.worker import Worker
 from sparseloco.protocol import events as ev
-from sparseloco.protocol.errors import RemoteProtocolError
+from sparseloco.protocol.errors import LocalProtocolError, RemoteProtocolError
 from sparseloco.protocol.machine import Machine
 from sparseloco.protocol.manifest import GENESIS_ROUND, Member
 from sparseloco.protocol.messages import Announce, Check, Frame, Message, Signed, sign
@@ -43,7 +43,7 @@ LEAVE_SECONDS = 3.0
 FAREWELL_SECONDS = 1.0
 # At the end of the run: how long peers that are behind are still served.
 LINGER_SECONDS = 30.0
-# The part of a round's budget left for encoding and announcing.
+# What of a round's budget is left for encoding, writing and announcing: a part of it, and at least what that took lately.
 RESERVED_PART = 0.1
 # Notes of the machine that go to events.jsonl as they are; `phase` is what the view shows from then on.
 EVENTS_WITH_PHASE = {
@@ -95,6 +95,8 @@ class Driver:
         self._joined = False
         self._leaving_since: float | None = None
         self._linger_until = 0.0
+        self._short_since: float | None = None
+        self._short_said = False
         self.work = Work(worker, exchange, catch_up, chain, progress, put=self.put, fail=self.fail)
         self.mail = Mail(transport, self._received, self._refused)
         self.machine = self._make_machine()
@@ -167,15 +169,47 @@ class Driver:
     async def _loop(self) -> None:
         event: ev.Event = ev.Tick()
         while not self._ended():
-            for effect in self.machine.handle(event, time.monotonic()):
+            for effect in self._handle(event):
                 await self._perform(effect)
             if not self._joined and self.machine.is_member:
                 self._joined = True
                 group = [member.peer for member in self.chain.commits[self.head_round].manifest.group]
                 self._event("joined", self.head_round, peer_id=self.me.peer, session=self.me.session.hex(), group=group)
+            self._watch_quorum()
             event = await self._next_event()
             if self._failure is not None:
                 raise self._failure
+
+    def _watch_quorum(self) -> None:
+        """Say once that too few members are heard to decide anything, and once that it is over."""
+        head, now = self.machine.head, time.monotonic()
+        if head is None or not self.machine.is_member or self.machine.heard_members() >= head.manifest.quorum:
+            if self._short_said:
+                logger.info("enough members are heard again; rounds go on")
+            self._short_since, self._short_said = None, False
+            return
+        self._short_since = self._short_since or now
+        if not self._short_said and now > self._short_since + self.rules.detection_seconds:
+            self._short_said = True
+            missing = [m.peer for m in head.manifest.group if m != self.me and not self.machine.alive(m)]
+            heard, needed = self.machine.heard_members(), head.manifest.quorum
+            self.progress.phase = f"waiting: {heard} of {len(head.manifest.group)} members are heard, {needed} must be"
+            logger.warning(
+                "%d of %d members are heard, %d are needed to go on; waiting for %s to come back",
+                heard,
+                len(head.manifest.group),
+                needed,
+                ", ".join(missing) or "the others",
+            )
+
+    def _handle(self, event: ev.Event) -> list[ev.Effect]:
+        try:
+            return self.machine.handle(event, time.monotonic())
+        except LocalProtocolError as error:
+            raise StateError(
+                f"{error}: the vote log is lost, or a copy of this state directory runs elsewhere; stop the copy, or remove "
+                f"{self.store.path / 'session'} to come back as a new member"
+            ) from error
 
     async def _next_event(self) -> ev.Event:
         if not self._queue.empty():
@@ -260,7 +294,8 @@ class Driver:
             case ev.Persist(record):
                 await asyncio.to_thread(self._persist, record)
             case ev.Train(number, index, _, budget_ms):
-                self.work.train(number, index, time.monotonic() + budget_ms / 1000 * (1 - RESERVED_PART))
+                reserved = max(RESERVED_PART * budget_ms / 1000, self.work.after_training_seconds)
+                self.work.train(number, index, time.monotonic() + budget_ms / 1000 - reserved)
             case ev.Reveal(announcement, peers):
                 self._spawn(self.exchange.reveal(announcement, peers))
             case ev.Fetch(announcement):

@@ -13,9 +13,11 @@ import os
 import random
 import secrets
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from sparseloco import __version__
@@ -50,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 # Discovery looks often while the group is forming and rarely once peers are known.
 LOOK_SECONDS, LOOK_LATER_SECONDS = 1.0, 15.0
+# A heartbeat of an earlier process of this node may still have been on its way when this one began.
+CLOCK_SLACK_SECONDS = 1.0
 # Peers whose clock is compared with ours at the start.
 CLOCKS_COMPARED = 3
 
@@ -221,10 +225,10 @@ class Node:
         mine = self.store.read_session()
         own = mine.hex() if mine is not None else ""
         waited = 0.0
-        while any(_hears_another(donor, own, self.rules.detection_seconds) for donor in donors):
+        while any(_hears_another(d, own, self.rules.detection_seconds, _process_seconds()) for d in donors):
             if waited > self.rules.detection_seconds + 1.0:
                 raise StateError(
-                    f"peer {self.identity.peer_id} is alive elsewhere, in another session; stop that node, or use another "
+                    f"peer {self.identity.peer_id} is alive elsewhere: another process uses this identity; stop it, or use another "
                     "identity (another --state-dir)"
                 )
             await asyncio.sleep(1.0)
@@ -359,6 +363,15 @@ class Node:
             print_summary(driver, why)
 
 
-def _hears_another(donor: Donor, own_session: str, detection_seconds: float) -> bool:
+def _process_seconds() -> float:
+    """How long this process has been running."""
+    return time.time() - psutil.Process().create_time()
+
+
+def _hears_another(donor: Donor, own_session: str, detection_seconds: float, process_seconds: float) -> bool:
+    """Others hear this peer id now, and it cannot be this process: another session, or heard since this process began,
+    which has said nothing in the rounds yet."""
     heard, silence = donor.hello.your_session, donor.hello.your_silence_seconds
-    return bool(heard) and heard != own_session and 0 <= silence < detection_seconds
+    if not heard or not 0 <= silence < detection_seconds:
+        return False
+    return heard != own_session or silence < process_seconds - CLOCK_SLACK_SECONDS

@@ -11,8 +11,8 @@ import logging
 import os
 import random
 import secrets
-import shutil
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from sparseloco.bootstrap.run_file import RunFile
 from sparseloco.bootstrap.transport import Transport, TransportError
 from sparseloco.compression.layout import CodecSpec, PayloadLayout, TensorSpec
 from sparseloco.node.catch_up import Chain
+from sparseloco.node.durable import write_atomic
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.genesis import GENESIS_FILE
 from sparseloco.node.init import genesis_path, initialise, starting_run
@@ -97,14 +98,26 @@ def _find_run(options: BootstrapOptions) -> tuple[RunFile, Path]:
 
 
 def _keep(store: StateDir, run: RunFile, genesis: Path) -> Path:
-    """A copy of the run file and the genesis state in the state directory."""
+    """A good copy of the run file and the genesis state in the state directory; StateError if there is none to be had."""
     mine = store.path / GENESIS_FILE
-    if not mine.is_file():
-        if not genesis.is_file():
-            raise StateError(f"{genesis}: the genesis state belongs beside the run file; `sparseloco-node init` writes both")
-        shutil.copyfile(genesis, mine)
-    store.write_run_file(run.to_toml())
-    return mine
+    problems = []
+    for source in (mine, genesis):
+        try:
+            found = state_digest(read_tensors(source))
+        except StateError as error:
+            problems.append(str(error))
+            continue
+        if found != run.require_genesis():
+            problems.append(f"{source}: is not the state that [run] genesis names")
+            continue
+        if source != mine:
+            write_atomic(mine, source.read_bytes())
+        store.write_run_file(run.to_toml())
+        return mine
+    raise StateError(
+        "; ".join(dict.fromkeys(problems)) + "; the genesis state belongs beside the run file: `sparseloco-node init` writes "
+        "both, `init --genesis` makes it anew"
+    )
 
 
 async def _serve(
@@ -125,7 +138,9 @@ async def _serve(
     def hello(asker: str) -> Hello:
         head = keeper.chain.head
         digest = head.manifest.digest if head else bytes(32)
-        return make_hello(run.run_id, run.run.name, ROLE, session, keeper.chain.head_round, digest, bytes(32))
+        view = keeper.machine.liveness.peers.get(asker)
+        heard = (view.session, time.monotonic() - view.last_heard) if view else None
+        return make_hello(run.run_id, run.run.name, ROLE, session, keeper.chain.head_round, digest, bytes(32), heard=heard)
 
     Services(transport, hello=hello, run_toml=run.to_toml(), chain=store.chain, offer=lambda: offer)
     if options.peers:
@@ -189,10 +204,8 @@ async def _keep_on(transport: Transport, keeper: Keeper, run: RunFile, session: 
 
 
 def _genesis(store: StateDir, run: RunFile, genesis: Path) -> dict[str, torch.Tensor]:
-    """The genesis state, checked against the run file, and kept as the first checkpoint of the state directory."""
+    """The genesis state, which `_keep` checked, kept also as the first checkpoint of the state directory."""
     theta = read_tensors(genesis)
-    if state_digest(theta) != run.require_genesis():
-        raise StateError(f"{genesis}: is not the state that [run] genesis names; `init --genesis` makes both anew")
     if GENESIS_ROUND not in store.checkpoints.rounds():
         store.checkpoints.save(GENESIS_ROUND, theta, bytes(32))
     return theta

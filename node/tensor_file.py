@@ -5,6 +5,8 @@ Nothing is pickled. A file that is torn, of another model or of another type is 
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,9 +25,16 @@ def tensor_file_bytes(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, s
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a safetensors file in place, without a second copy in memory; the caller fsyncs and publishes it."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file(dict(tensors), path)
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:
+        code = re.search(r"\(os error (\d+)\)", str(error))  # it wraps what the system said into words
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
 
 
 def read_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, torch.Tensor]:

@@ -97,6 +97,11 @@ class Work:
         self._evaluation_thread.shutdown(wait=True, cancel_futures=True)
 
     @property
+    def after_training_seconds(self) -> float:
+        """What a contribution takes from the last inner step to being announced, by the last one."""
+        return self.worker.after_training_seconds
+
+    @property
     def settled(self) -> bool:
         """Nothing is being done or waits to be done or reported."""
         return not self._busy and self._jobs.empty() and not self._reports
@@ -138,16 +143,18 @@ class Work:
     def train(self, number: int, index: int, deadline: float) -> None:
         """Queue the inner steps of a round, to end before `deadline` (monotonic seconds)."""
         self.stopped = False
-        self._jobs.put_nowait(lambda: self._train(number, index, deadline))
+        asked = time.monotonic()
+        self._jobs.put_nowait(lambda: self._train(number, index, deadline, asked))
 
     def _overtaken(self, number: int) -> bool:
         """The node leaves, or the round was decided while it trained: the next round's Train must not let it go on."""
         return self.stopped or self.chain.head_round >= number
 
-    async def _train(self, number: int, index: int, deadline: float) -> None:
+    async def _train(self, number: int, index: int, deadline: float, asked: float) -> None:
         if self.stopped or number != self.chain.head_round + 1 or number >= self.worker.run.run.rounds:
             return
         base = self._digests[number - 1]
+        waited_ms = int(1000 * (time.monotonic() - asked))  # for the outer step before it, which the budget must hold too
         try:
             trained: Trained = await self._on_torch_thread(
                 self.worker.train, number, index, deadline, lambda: self._overtaken(number), lambda: base.result(DIGEST_SECONDS)
@@ -168,7 +175,8 @@ class Work:
         size = len(trained.blob) if trained.blob is not None else 0
         if size:
             self.exchange.hide(trained.digest)
-        self._put(ev.Trained(number, trained.digest, size, result.steps, result.tokens, trained.duration_ms))
+        duration_ms = waited_ms + trained.duration_ms
+        self._put(ev.Trained(number, trained.digest, size, result.steps, result.tokens, duration_ms))
 
     # --- applying -------------------------------------------------------------------------------------------------
 

@@ -76,6 +76,7 @@ class Worker:
         self.theta: dict[str, torch.Tensor] = {}
         self.state_round = -2  # nothing loaded yet
         self.residual = empty_theta(self.specs)
+        self.after_training_seconds = 0.0  # what encoding and writing took the last time
         self._buffers: dict[int, dict[str, torch.Tensor]] = {}  # a_t of the round that is not decided yet
 
     def _make_evaluator(self) -> Evaluator:
@@ -159,7 +160,6 @@ class Worker:
         kept = self._kept(round_number, base)
         if kept is not None:
             return kept
-        started = time.monotonic()
         algorithm = self.run.algorithm
         data = MemberData(
             self._plan, self.corpus.train, self.run.data.sequence_length, algorithm.batch, round_number, member_index
@@ -169,7 +169,7 @@ class Worker:
         if result.steps == 0 or not result.finite:
             why = "" if result.finite else f"{result.skipped_steps} of {result.next_step} inner steps were not finite"
             self.loop.put_back(self.theta)
-            return Trained(round_number, result, None, b"", self._full_duration_ms(result, started, 0.0), why)
+            return Trained(round_number, result, None, b"", self._full_duration_ms(result, 0.0), why)
         encoding = time.monotonic()
         trained = {name: parameter.detach() for name, parameter in trainable_tensors(self.model)}
         buffer = {
@@ -181,12 +181,13 @@ class Worker:
         try:
             payload = encode([buffer[spec.name] for spec in self.layout.specs], self.layout).payload
         except NonFiniteError as error:
-            return Trained(round_number, result, None, b"", self._full_duration_ms(result, started, 0.0), str(error))
+            return Trained(round_number, result, None, b"", self._full_duration_ms(result, 0.0), str(error))
         header = ContributionHeader(self.run.run_id, round_number, base(), self.peer_id)
         blob = pack_contribution(header, payload)
         digest = self.store.blobs.put(blob)
         self.store.blobs.pin([digest])
-        duration_ms = self._full_duration_ms(result, started, time.monotonic() - encoding)
+        after_seconds = max(time.monotonic() - encoding, self.after_training_seconds)
+        duration_ms = self._full_duration_ms(result, after_seconds)
         record = {"payload": digest.hex(), "duration_ms": duration_ms, "result": asdict(result)}
         try:
             self.store.own.save(round_number, buffer, self.loop.state_tensors(), record)
@@ -194,6 +195,7 @@ class Worker:
             self.store.blobs.remove(digest)  # it will not be announced
             raise
         self._buffers = {round_number: buffer}
+        self.after_training_seconds = time.monotonic() - encoding
         return Trained(round_number, result, blob, digest, duration_ms)
 
     def _kept(self, round_number: int, base: Callable[[], bytes]) -> Trained | None:
@@ -214,11 +216,10 @@ class Worker:
             return None
         return Trained(round_number, result, blob, digest, int(record["duration_ms"]))
 
-    def _full_duration_ms(self, result: RoundResult, started: float, after_seconds: float) -> int:
+    def _full_duration_ms(self, result: RoundResult, after_seconds: float) -> int:
         """How long all H steps would have taken: what the next budget is measured by, cut short or not."""
-        done = max(result.next_step, 1)
-        training_seconds = time.monotonic() - started - after_seconds
-        return max(1, int(1000 * (training_seconds * self.run.algorithm.inner_steps / done + after_seconds)))
+        part_done = max(result.next_step, 1) / self.run.algorithm.inner_steps
+        return max(1, int(1000 * (result.seconds / part_done + after_seconds)))
 
     def apply(self, manifest: Manifest, blobs: Sequence[bytes]) -> bool:
         """The outer step of a decided round; `blobs` are its contributions, whole and checked, in manifest order.

@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -209,6 +209,21 @@ def test_streams_above_the_cap_are_told_busy(run: Callable[..., Any]) -> None:
             await first.read_status()
         async with client_of(serving(server)) as third:
             await pull_blob(third, DIGEST, len(DATA), bytearray())
+
+    run(story())
+
+
+def test_one_peers_refused_streams_keep_nobody_else_from_being_served(run: Callable[..., Any]) -> None:
+    async def story() -> None:
+        server, _ = server_with(streams_per_peer=2, streams=4)
+        async with AsyncExitStack() as held:
+            for _ in range(20):  # a flood: none of them ever sends a header
+                await held.enter_async_context(client_of(serving(server)))
+            while server.streams["peer"] + server.refusing["peer"] < 4:
+                await asyncio.sleep(0)
+            async with client_of(lambda reader, writer: server.handle("another", reader, writer)) as honest:
+                await pull_blob(honest, DIGEST, len(DATA), bytearray())
+            assert server.streams["peer"] <= 2 and server.refusing["peer"] <= 2
 
     run(story())
 

@@ -438,3 +438,21 @@ def test_rounds_of_a_lost_branch_are_removed(state: StateDir) -> None:
     state.own.remove_after(1)
     assert state.checkpoints.rounds() == [1, 2]
     assert state.own.rounds() == [1]
+
+
+def test_a_full_disk_is_an_os_error_in_the_tensor_file_too(tmp_path, monkeypatch):
+    """safetensors wraps what the system says; a full disk must still be told from a fault of the program."""
+    import errno
+
+    from safetensors import SafetensorError
+    from safetensors import torch as safetensors_torch
+
+    from sparseloco.node.tensor_file import write_tensors
+
+    def full(*arguments: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors_torch, "save_file", full)
+    with pytest.raises(OSError) as caught:
+        write_tensors(tmp_path / "x.safetensors", {})
+    assert caught.value.errno == errno.ENOSPC
