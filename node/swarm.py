@@ -55,7 +55,8 @@ def run_swarm(options: SwarmOptions, parts: Parts | None = None) -> int:
     """0 if all agreed, else 1; KeyboardInterrupt after every process has ended if a person stopped it."""
     parts = parts or Parts()
     started_at = parts.now()
-    previous = signal.signal(signal.SIGTERM, _as_interrupt)
+    # SIGINT too: a shell starts background jobs with it ignored, and Python then raises no KeyboardInterrupt by itself.
+    previous = {number: signal.signal(number, _as_interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with claimed(options) as root:
             base = starting_run("tiny") if options.run is None else RunFile.load(options.run)
@@ -66,7 +67,8 @@ def run_swarm(options: SwarmOptions, parts: Parts | None = None) -> int:
                 outcome = Swarm(layout, options, parts, screen, started_at).run()
             return _report(outcome, layout, options)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class Swarm:

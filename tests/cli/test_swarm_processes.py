@@ -164,14 +164,16 @@ def test_interrupted_swarm_leaves_no_process_behind(tmp_path, number):
         tests=str(Path(__file__).parent), run=str(tmp_path / "given.toml"), root=str(tmp_path / "swarm"),
         plan=str(tmp_path / "plan.json"),
     )  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    # As a shell starts a background job: with SIGINT ignored, which the swarm must undo.
+    command = ["sh", "-c", 'trap "" INT; exec "$0" "$@"', sys.executable, "-c", script]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     while not process.stderr.readline().startswith("round 0"):
         assert process.poll() is None
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) == 3
     os.kill(process.pid, number)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=90) == 130
     process.stderr.close()
     _, alive = psutil.wait_procs(children, timeout=5)
     assert not alive
