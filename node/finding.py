@@ -18,6 +18,7 @@ from sparseloco.bootstrap.identity import Identity
 from sparseloco.bootstrap.run_file import RunFile
 from sparseloco.bootstrap.transport import Limits, Transport, TransportError
 from sparseloco.node.catch_up import Donor, ask_hello
+from sparseloco.node.durable import write_atomic
 from sparseloco.node.options import JoinOptions
 from sparseloco.node.services import RUN_FILE
 from sparseloco.node.store import StateDir
@@ -41,6 +42,11 @@ def known_addresses(store: StateDir) -> list[str]:
     except (OSError, ValueError, TypeError, NodeError) as error:
         logger.warning("%s: cannot be used (%s)", store.path / KNOWN_PEERS_FILE, error)
         return []
+
+
+def remember_addresses(store: StateDir, addresses: list[str]) -> None:
+    """Keep peers' addresses for the next start."""
+    write_atomic(store.path / KNOWN_PEERS_FILE, json.dumps(addresses[:KNOWN_PEERS]).encode())
 
 
 async def start_transport(options: JoinOptions, store: StateDir, identity: Identity, kept: RunFile | None) -> Transport:

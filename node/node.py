@@ -7,7 +7,6 @@ data, state), and only then the rounds.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import random
@@ -30,9 +29,8 @@ from sparseloco.bootstrap.transport import Transport, TransportError
 from sparseloco.node.catch_up import CatchUp, Chain, Donor, find_donors
 from sparseloco.node.device import pick_device
 from sparseloco.node.driver import Driver
-from sparseloco.node.durable import write_atomic
 from sparseloco.node.exchange import Exchange
-from sparseloco.node.finding import KNOWN_PEERS, KNOWN_PEERS_FILE, find_run, known_addresses, start_transport
+from sparseloco.node.finding import find_run, known_addresses, remember_addresses, start_transport
 from sparseloco.node.interrupts import run_on_fast_loop
 from sparseloco.node.options import JoinOptions
 from sparseloco.node.places import default_state_dir
@@ -325,7 +323,7 @@ class Node:
             for record in found:
                 driver.put(PeerSeen(record.peer_id))
             if found:
-                self._remember(found)
+                remember_addresses(self.store, [address for record in found for address in record.addresses])
             if not await self.transport.connected():
                 await self._dial_again()
             await asyncio.sleep(LOOK_LATER_SECONDS if driver.head_round > GENESIS_ROUND else LOOK_SECONDS)
@@ -336,10 +334,6 @@ class Node:
             logger.info("connected again")
         except NetworkError as error:
             logger.debug("dialling again: %s", error)
-
-    def _remember(self, records: list[PeerRecord]) -> None:
-        addresses = [address for record in records for address in record.addresses][:KNOWN_PEERS]
-        write_atomic(self.store.path / KNOWN_PEERS_FILE, json.dumps(addresses).encode())
 
     # --- after the rounds -----------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from sparseloco.compression.layout import CodecSpec, PayloadLayout, TensorSpec
 from sparseloco.node.catch_up import Chain
 from sparseloco.node.durable import write_atomic
 from sparseloco.node.exchange import Exchange
+from sparseloco.node.finding import known_addresses, remember_addresses
 from sparseloco.node.genesis import GENESIS_FILE
 from sparseloco.node.init import genesis_path, initialise, starting_run
 from sparseloco.node.interrupts import run_on_fast_loop
@@ -143,11 +144,12 @@ async def _serve(
         return make_hello(run.run_id, run.run.name, ROLE, session, keeper.chain.head_round, digest, bytes(32), heard=heard)
 
     Services(transport, hello=hello, run_toml=run.to_toml(), chain=store.chain, offer=lambda: offer)
-    if options.peers:
+    known = list(dict.fromkeys([*options.peers, *known_addresses(store)]))
+    if known:
         try:
-            await transport.connect_any(options.peers)
+            await transport.connect_any(known)
         except NetworkError as error:
-            logger.warning("%s; serving alone until they come", error)
+            logger.warning("%s; serving alone until they come", str(error).splitlines()[0])
     info = {
         "pid": os.getpid(),
         "peer_id": identity.peer_id,
@@ -158,11 +160,11 @@ async def _serve(
     }
     store.write_node_info(info)
     _announce(options, info, run)
-    await _keep_on(transport, keeper, run, session)
+    await _keep_on(transport, keeper, run, session, store)
     raise NetworkError("the libp2p daemon ended by itself; start the bootstrap again")
 
 
-async def _keep_on(transport: Transport, keeper: Keeper, run: RunFile, session: bytes) -> None:
+async def _keep_on(transport: Transport, keeper: Keeper, run: RunFile, session: bytes, store: StateDir) -> None:
     """Publish, find peers and follow the chain until the daemon dies or the caller cancels."""
     directory = Directory(transport)
 
@@ -180,9 +182,11 @@ async def _keep_on(transport: Transport, keeper: Keeper, run: RunFile, session: 
     async def look_for_peers() -> None:
         while True:
             with suppress(TransportError):
-                for found in await directory.peers(run.run_id.hex()):
-                    if found.peer_id != transport.peer_id:
-                        keeper.put(PeerSeen(found.peer_id))
+                others = [r for r in await directory.peers(run.run_id.hex()) if r.peer_id != transport.peer_id]
+                for found in others:
+                    keeper.put(PeerSeen(found.peer_id))
+                if others:  # the way back into the run after a restart
+                    remember_addresses(store, [address for found in others for address in found.addresses])
             await asyncio.sleep(LOOK_SECONDS)
 
     died = asyncio.Event()
