@@ -555,6 +555,7 @@ def check_twin(run: Swarm, node: LoopNode, folder: Path) -> int:
     blobs = {path.name: path for other in run.folder.glob("node*/blobs") for path in other.iterdir() if len(path.name) == 64}
     own_rounds = {int(p.name) for p in (node.path / "own").iterdir() if p.name.isdecimal()}
     committed = {(m.round, c.payload) for m in manifests for c in m.contributions if c.peer == node.peer}
+    steps_of = {m.round: c.steps for m in manifests for c in m.contributions if c.peer == node.peer}
     trained = own_rounds | {e["round"] for e in node.events("trained")} | {number for number, _ in committed}
     compared = 0
     with StateDir.open(folder) as store:
@@ -567,6 +568,8 @@ def check_twin(run: Swarm, node: LoopNode, folder: Path) -> int:
             if number in trained and index is not None:
                 kept = node.path / "own" / f"{number:08d}" / "own.json"
                 left = json.loads(kept.read_text())["record"]["result"]["next_step"] if kept.exists() else None
+                if left is None:  # cut short by its budget or not, the chain says how many steps it was
+                    left = steps_of.get(number)
                 steps = iter(range(left)) if left is not None else iter(int, 1)
                 result = twin.train(number, index, float("inf"), lambda: next(steps, None) is None, lambda: base)  # noqa: B023
                 mine = {payload for at, payload in committed if at == number}
