@@ -122,6 +122,11 @@ class Chain:
         self.append(commit)
         return commit
 
+    def following(self, head_round: int) -> list[Commit]:
+        """The few commits after a round that bring a peer with that head on, oldest first."""
+        first = max(head_round + 1, GENESIS_ROUND)
+        return [self.commits[number] for number in range(first, head_round + 5) if number in self.commits]
+
     def check(self, commit: Commit) -> None:
         """RemoteProtocolError unless a commit whose signatures were verified follows the head."""
         self._verify(commit, signatures=False)

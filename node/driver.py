@@ -28,7 +28,7 @@ from sparseloco.node.worker import Worker
 from sparseloco.protocol import events as ev
 from sparseloco.protocol.errors import LocalProtocolError, RemoteProtocolError
 from sparseloco.protocol.machine import Machine
-from sparseloco.protocol.manifest import GENESIS_ROUND, Member
+from sparseloco.protocol.manifest import Member
 from sparseloco.protocol.messages import Announce, Check, Frame, Message, Signed, sign
 from sparseloco.protocol.rules import Rules
 
@@ -305,9 +305,8 @@ class Driver:
                 self._refusals.clear()
                 self.work.adopt(Decided(commit, committed, announced, attempt))
             case ev.ServeCommits(peer, head_round):
-                for number in range(max(head_round + 1, GENESIS_ROUND), head_round + 5):
-                    if number in self.chain.commits:
-                        self.mail.send((peer,), self.chain.commits[number])
+                for commit in self.chain.following(head_round):
+                    self.mail.send((peer,), commit)
             case ev.Note(event, number, fields):
                 self._note(event, number, fields)
 

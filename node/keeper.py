@@ -23,7 +23,7 @@ from sparseloco.node.mail import Mail
 from sparseloco.protocol import events as ev
 from sparseloco.protocol.errors import RemoteProtocolError
 from sparseloco.protocol.machine import Machine
-from sparseloco.protocol.manifest import GENESIS_ROUND, Manifest, Member
+from sparseloco.protocol.manifest import Manifest, Member
 from sparseloco.protocol.messages import Commit, Frame, Message, Signed, sign
 from sparseloco.protocol.rules import Rules
 
@@ -89,9 +89,8 @@ class Keeper:
                 await asyncio.to_thread(self.chain.append, commit)
                 logger.info("round %d: %d contributions", commit.manifest.round, len(commit.manifest.contributions))
             case ev.ServeCommits(peer, head_round):
-                for number in range(max(head_round + 1, GENESIS_ROUND), head_round + 5):
-                    if number in self.chain.commits:
-                        self.mail.send((peer,), self.chain.commits[number])
+                for commit in self.chain.following(head_round):
+                    self.mail.send((peer,), commit)
             case ev.Note("refused", _, fields):
                 logger.debug("refused a message of %s: %s", fields["peer"], fields["rule"])
 

@@ -42,7 +42,7 @@ from sparseloco.protocol.events import (
     Voted,
 )
 from sparseloco.protocol.machine import Machine
-from sparseloco.protocol.manifest import Member, MembershipRules, genesis_manifest
+from sparseloco.protocol.manifest import Member, MembershipRules
 from sparseloco.protocol.messages import Commit, Message, Signed, encode_body
 from sparseloco.protocol.oracle import Oracle, Violation
 from sparseloco.protocol.rules import FOUNDER_SESSION, Rules
@@ -490,10 +490,6 @@ class SimulatedSwarm:
                 raise Violation("progress", f"after {limit:.0f} simulated seconds the heads are {heads}")
             self.now = max(self.now, at)
             action(*arguments)
-
-    def genesis_is(self, commit: Commit) -> bool:
-        group = commit.manifest.group
-        return commit.manifest == genesis_manifest(SIMULATED_RUN, GENESIS_STATE, group, SIMULATED_MEMBERSHIP.budget_cap_ms)
 
 
 def run_seeds(seeds: range, profile: str, *, rounds: int = 5, peers: tuple[int, int] = (1, 9)) -> None:
