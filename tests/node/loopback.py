@@ -555,7 +555,7 @@ def check_twin(run: Swarm, node: LoopNode, folder: Path) -> int:
     blobs = {path.name: path for other in run.folder.glob("node*/blobs") for path in other.iterdir() if len(path.name) == 64}
     own_rounds = {int(p.name) for p in (node.path / "own").iterdir() if p.name.isdecimal()}
     committed = {(m.round, c.payload) for m in manifests for c in m.contributions if c.peer == node.peer}
-    steps_of = {m.round: c.steps for m in manifests for c in m.contributions if c.peer == node.peer}
+    steps_of = steps_trained(node) | {m.round: c.steps for m in manifests for c in m.contributions if c.peer == node.peer}
     trained = own_rounds | {e["round"] for e in node.events("trained")} | {number for number, _ in committed}
     compared = 0
     with StateDir.open(folder) as store:
@@ -566,11 +566,8 @@ def check_twin(run: Swarm, node: LoopNode, folder: Path) -> int:
             base = state_digest(twin.theta)
             index = [member.peer for member in parent.group].index(node.peer) if parent.member(node.peer) else None
             if number in trained and index is not None:
-                kept = node.path / "own" / f"{number:08d}" / "own.json"
-                left = json.loads(kept.read_text())["record"]["result"]["next_step"] if kept.exists() else None
-                if left is None:  # cut short by its budget or not, the chain says how many steps it was
-                    left = steps_of.get(number)
-                steps = iter(range(left)) if left is not None else iter(int, 1)
+                left = steps_of[number]  # cut short or not; a round that nothing tells of would be no twin's
+                steps = iter(range(left))
                 result = twin.train(number, index, float("inf"), lambda: next(steps, None) is None, lambda: base)  # noqa: B023
                 mine = {payload for at, payload in committed if at == number}
                 assert mine <= {result.digest}, f"round {number}: another payload than the twin's was committed"
@@ -589,6 +586,18 @@ def check_twin(run: Swarm, node: LoopNode, folder: Path) -> int:
             assert same(twin.residual, node.worker.residual), "the error feedback differs from the twin's"
             assert same(twin.theta, node.worker.theta)
     return compared
+
+
+def steps_trained(node: LoopNode) -> dict[int, int]:
+    """Inner steps by round, from the events and the own states that this node's lives left; a later life's count wins."""
+    steps: dict[int, int] = {}
+    lives = [path for path in node.path.parent.iterdir() if f"{node.path.name}-".startswith(f"{path.name}-")]
+    for path in sorted(lives, key=lambda path: len(path.name)):
+        events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines() if line.endswith("}")]
+        steps |= {event["round"]: event["steps"] for event in events if event["event"] == "trained"}
+        for kept in (path / "own").glob("*/own.json"):
+            steps[int(kept.parent.name)] = json.loads(kept.read_text())["record"]["result"]["next_step"]
+    return steps
 
 
 def genesis() -> dict[str, torch.Tensor]:
