@@ -75,6 +75,12 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         if not _reader_is_gone():
             raise
         return 1
+    except OSError as error:  # a file that the system refuses: unreadable, read-only, a bad disk
+        if error.filename is None:
+            raise
+        remedy = "this user must be able to read and write it, on a disk that works; then start again"
+        print(f"{PROGRAM}: {error.filename}: {error.strerror}; {remedy}", file=sys.stderr)
+        return StateError.exit_code
 
 
 def _reader_is_gone() -> bool:

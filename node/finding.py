@@ -78,7 +78,7 @@ async def start_transport(options: JoinOptions, store: StateDir, identity: Ident
             if time.monotonic() + pause > deadline:
                 await transport.close()
                 raise
-            logger.warning("%s; trying again in %.0f s", str(error).splitlines()[0], pause)
+            logger.warning("%s\ntrying again in %.0f s", error, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, 10.0)
 

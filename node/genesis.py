@@ -7,18 +7,20 @@ genesis file (or a state derived from it) and checks it, rather than drawing its
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparseloco.bootstrap.errors import StateError
+from sparseloco.bootstrap.errors import RunFileError, StateError
 from sparseloco.compression.layout import TensorSpec
 from sparseloco.node.durable import write_atomic
-from sparseloco.node.model import Theta, build_model, copy_theta
+from sparseloco.node.model import Theta, build_model, config_specs, copy_theta
 from sparseloco.node.state import state_digest
-from sparseloco.node.tensor_file import read_tensors, tensor_file_bytes
+from sparseloco.node.tensor_file import read_header, read_tensors, tensor_file_bytes
 
 GENESIS_FILE = "genesis.safetensors"
 
@@ -30,11 +32,33 @@ def make_genesis(config: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor
         return copy_theta(build_model(config))
 
 
-def write_genesis(path: Path, theta: Theta) -> bytes:
-    """Save a genesis state as safetensors and return its digest, for `[run] genesis`."""
+def write_genesis(path: Path, theta: Theta, config: Mapping[str, Any]) -> bytes:
+    """Save a model's genesis state as safetensors and return its digest, for `[run] genesis`."""
     digest = state_digest(theta)
-    write_atomic(path, tensor_file_bytes(theta, {"state_digest": digest.hex()}))
+    write_atomic(path, tensor_file_bytes(theta, {"state_digest": digest.hex(), "model_config": _config_text(config)}))
     return digest
+
+
+def require_model(path: Path, config: Mapping[str, Any]) -> None:
+    """RunFileError if the genesis state in `path` has other tensors than the model of `[model].config`.
+
+    A file that says it was made from this very table needs no model built, which would load transformers.
+    """
+    tensors, notes = read_header(path)
+    if notes.get("model_config") == _config_text(config):
+        return
+    specs = config_specs(config)
+    if {spec.name: list(spec.shape) for spec in specs} != {name: entry["shape"] for name, entry in tensors.items()}:
+        parameters = sum(math.prod(entry["shape"]) for entry in tensors.values())
+        raise RunFileError(
+            f"{path}: has {len(tensors)} tensors with {parameters:,} parameters, the model of [model].config {len(specs)} with "
+            f"{sum(spec.elements for spec in specs):,}; [model] was edited after the genesis state was made: put it back, or "
+            "make a new run with `sparseloco-node init --genesis`"
+        )
+
+
+def _config_text(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, sort_keys=True, default=dict)
 
 
 def read_genesis(path: Path, specs: Sequence[TensorSpec], digest: bytes) -> dict[str, torch.Tensor]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 import sys
 from pathlib import Path
 
-from sparseloco.bootstrap.errors import RunFileError
+from sparseloco.bootstrap.errors import RunFileError, StateError
 from sparseloco.bootstrap.run_file import RunFile
 from sparseloco.node.options import InitOptions
+from sparseloco.node.tensor_file import read_header
 
 _GENESIS_LINE = re.compile(r'^genesis\s*=\s*("[0-9a-f]*"|\'[0-9a-f]*\')', re.MULTILINE)
-# A safetensors header lists the tensors; that of a model with 10,000 of them has about 1 MB.
-_LONGEST_HEADER_BYTES = 100_000_000
 
 
 def run_init(options: InitOptions) -> int:
@@ -79,7 +77,7 @@ def initialise(run: RunFile, run_path: Path, kept: str | None = None) -> RunFile
     from sparseloco.node.windows import WindowPlan
 
     WindowPlan.of_run(run, corpus_of_run(run).train)  # says now what would stop every peer later
-    digest = write_genesis(genesis_path(run_path), make_genesis(run.model.config, run.run.seed))
+    digest = write_genesis(genesis_path(run_path), make_genesis(run.model.config, run.run.seed), run.model.config)
     run = run.with_genesis(digest)
     written = run.to_toml() if kept is None else with_digest(kept, run)
     write_atomic(run_path, written.encode())
@@ -97,9 +95,7 @@ def with_digest(kept: str, run: RunFile) -> str:
 def parameter_count(run_path: Path) -> int:
     """Parameters of the genesis state beside a run file, from its header alone; 0 if there is none to read."""
     try:
-        with genesis_path(run_path).open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(length, _LONGEST_HEADER_BYTES)))
-    except (OSError, struct.error, ValueError):
+        tensors, _ = read_header(genesis_path(run_path))
+    except StateError:
         return 0
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return sum(math.prod(entry["shape"]) for entry in tensors.values())

@@ -50,6 +50,11 @@ def count_parameters(config: Mapping[str, Any]) -> int:
     return sum(parameter.numel() for parameter in _construct(config, "meta").parameters())
 
 
+def config_specs(config: Mapping[str, Any]) -> list[TensorSpec]:
+    """Name and shape of every tensor that such a model exchanges, found without allocating any of them."""
+    return tensor_specs(_construct(config, "meta"))
+
+
 def _construct(config: Mapping[str, Any], device: str) -> nn.Module:
     from transformers import AutoModelForCausalLM
 

@@ -30,7 +30,7 @@ from sparseloco.node.catch_up import Chain
 from sparseloco.node.durable import write_atomic
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.finding import known_addresses, remember_addresses
-from sparseloco.node.genesis import GENESIS_FILE
+from sparseloco.node.genesis import GENESIS_FILE, require_model
 from sparseloco.node.init import genesis_path, initialise, starting_run
 from sparseloco.node.interrupts import run_on_fast_loop
 from sparseloco.node.keeper import Keeper
@@ -112,6 +112,7 @@ def _keep(store: StateDir, run: RunFile, genesis: Path) -> Path:
             problems.append(f"{source}: is not the state that [run] genesis names")
             continue
         if source != mine:
+            require_model(source, run.model.config)
             write_atomic(mine, source.read_bytes())
         store.write_run_file(run.to_toml())
         return mine

@@ -1,18 +1,38 @@
 """Named tensors to and from a safetensors file, checked against the shapes that were expected.
 
-Nothing is pickled. A file that is torn, of another model or of another type is a StateError that names it.
+Nothing is pickled. A file that is torn, of another model or of another type is a StateError that names it. torch is
+imported only where tensors are read, so that a header can be looked at without it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sparseloco.bootstrap.errors import StateError
+
+if TYPE_CHECKING:
+    import torch
+
+# A header lists the tensors; that of a model with 10,000 of them has about 1 MB.
+_LONGEST_HEADER_BYTES = 100_000_000
+
+
+def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """A file's tensors, name -> {dtype, shape, ...}, and its notes, without reading any data; StateError if it has none."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, _LONGEST_HEADER_BYTES)))
+        notes = header.pop("__metadata__", {})
+    except (OSError, struct.error, ValueError, AttributeError, TypeError) as error:
+        raise StateError(f"{path}: not a readable safetensors file ({error})") from error
+    return header, notes
 
 
 def tensor_file_bytes(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str] | None = None) -> bytes:
@@ -39,6 +59,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def read_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, torch.Tensor]:
     """All tensors of a file, owned by the caller; StateError if it is unreadable or not of `shapes` in fp32."""
+    import torch
     from safetensors import SafetensorError
     from safetensors.torch import load
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import subprocess
 import sys
@@ -161,14 +162,21 @@ def test_config_file_that_was_named_must_exist(started, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(NetworkError("all dead"), 4), (DataError("no text"), 7), (KeyboardInterrupt(), 130)]
+    ("error", "code"),
+    [
+        (NetworkError("all dead"), 4),
+        (DataError("no text"), 7),
+        (OSError(errno.EROFS, "Read-only file system", "/state/votes.log"), 5),
+        (KeyboardInterrupt(), 130),
+    ],
 )
 def test_errors_and_interrupts_become_exit_codes_without_traceback(error, code, monkeypatch, capsys):
     def fails(options):
         raise error
 
     monkeypatch.setattr(cli, "_ENTRIES", {"status": fails})
-    assert str(error) in refused(capsys, code, "status")
+    said = refused(capsys, code, "status")
+    assert (f"{error.filename}: {error.strerror}; " if isinstance(error, OSError) else str(error)) in said
 
 
 def test_state_directory_in_use_exits_5_with_the_same_command_and_a_free_one(monkeypatch, capsys, tmp_path):

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparseloco.bootstrap.errors import StateError
+from sparseloco.bootstrap.errors import RunFileError, StateError
 from sparseloco.bootstrap.run_file import TINY_MODEL
 from sparseloco.compression.layout import TensorSpec
 from sparseloco.node import state
-from sparseloco.node.genesis import make_genesis, read_genesis, write_genesis
+from sparseloco.node.genesis import make_genesis, read_genesis, require_model, write_genesis
 from sparseloco.node.model import build_model, tensor_specs
 
 # One tensor of several pieces between two small ones, so that pieces span tensors and tensors span pieces.
@@ -115,7 +115,7 @@ def test_a_genesis_file_is_read_back_bit_for_bit_or_refused(tmp_path: Path) -> N
     theta = make_genesis(TINY_MODEL, 5)
     specs = tensor_specs(build_model(TINY_MODEL))
     path = tmp_path / "run.genesis.safetensors"
-    digest = write_genesis(path, theta)
+    digest = write_genesis(path, theta, TINY_MODEL)
     assert state.state_digest(read_genesis(path, specs, digest)) == digest
     with pytest.raises(StateError, match=r"\[run\] genesis"):
         read_genesis(path, specs, bytes(32))
@@ -132,3 +132,12 @@ def test_a_genesis_file_is_read_back_bit_for_bit_or_refused(tmp_path: Path) -> N
     path.unlink()
     with pytest.raises(StateError, match="no such file"):
         read_genesis(path, specs, digest)
+
+
+def test_a_genesis_of_another_model_is_a_run_file_error(tmp_path):
+    path = tmp_path / "genesis.safetensors"
+    write_genesis(path, make_genesis(TINY_MODEL, 5), TINY_MODEL)
+    require_model(path, TINY_MODEL)
+    require_model(path, {**TINY_MODEL, "rms_norm_eps": 1e-5})  # another table, the same tensors
+    with pytest.raises(RunFileError, match=r"genesis\.safetensors: has .* parameters.*init --genesis"):
+        require_model(path, {**TINY_MODEL, "num_hidden_layers": TINY_MODEL["num_hidden_layers"] + 1})

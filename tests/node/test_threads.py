@@ -72,7 +72,7 @@ def test_one_thread_two_threads_and_another_order_of_arrival_give_equal_digests(
         await run.stop()
         run.check(nodes)
         folder = nodes[0].path
-        write_genesis(folder / "genesis.safetensors", run.genesis)
+        write_genesis(folder / "genesis.safetensors", run.genesis, run.run.model.config)
         (folder / "payloads").mkdir()
         for path in (folder / "blobs").iterdir():
             (folder / "payloads" / path.name).write_bytes(path.read_bytes())
