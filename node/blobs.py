@@ -27,6 +27,7 @@ class BlobStore:
         self.directory = directory
         self.budget_bytes = budget_bytes
         self._lock = threading.RLock()
+        self._writing = threading.Lock()  # one writer at a time, taken before the other
         self._pinned: set[bytes] = set()
         self._sizes: dict[bytes, int] = {}  # oldest first
         found = []
@@ -40,12 +41,14 @@ class BlobStore:
     def put(self, data: bytes) -> bytes:
         """Store durably and return the digest; evicts the oldest unpinned blobs. OutOfDisk if pinned ones fill it."""
         digest = hashlib.sha256(data).digest()
-        with self._lock:
-            if digest in self._sizes:
-                return digest
-            self._make_room(len(data))
-            write_atomic(self._path(digest), data)
-            self._sizes[digest] = len(data)
+        with self._writing:
+            with self._lock:
+                if digest in self._sizes:
+                    return digest
+                self._make_room(len(data))
+            write_atomic(self._path(digest), data)  # readers go on meanwhile: a disk may take a second to be sure
+            with self._lock:
+                self._sizes[digest] = len(data)
         return digest
 
     def get(self, digest: bytes) -> bytes | None:

@@ -113,8 +113,10 @@ class CheckpointStore:
             raise StateError(f"{path}: the weights do not match the digest saved with them; the checkpoint is damaged")
         return Checkpoint(round_number, digest, info.piece_digests, info.manifest_digest, theta)
 
-    def read_piece(self, round_number: int, index: int) -> bytes:
-        """One 4 MiB piece of the canonical bytes straight from the file, unchecked: the receiver checks it.
+    def read_piece(self, round_number: int, index: int, offset: int = 0, count: int = PIECE_BYTES) -> bytes:
+        """One 4 MiB piece of the canonical bytes, or `count` bytes of it from `offset` on, straight from the file.
+
+        Unchecked: the receiver checks it.
 
         safetensors stores tensors of one type in the order of their names, so its data are the canonical bytes.
         """
@@ -122,8 +124,8 @@ class CheckpointStore:
         try:
             with path.open("rb") as file:
                 header_bytes = int.from_bytes(file.read(8), "little")
-                file.seek(8 + header_bytes + index * PIECE_BYTES)
-                piece = file.read(PIECE_BYTES)
+                file.seek(8 + header_bytes + index * PIECE_BYTES + offset)
+                piece = file.read(min(count, PIECE_BYTES - offset))
         except OSError as error:
             raise StateError(f"{path}: cannot be read ({error.strerror})") from error
         if index < 0 or not piece:

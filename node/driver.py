@@ -19,6 +19,7 @@ from sparseloco.bootstrap.identity import Identity
 from sparseloco.bootstrap.transport import Transport
 from sparseloco.node.catch_up import CatchUp, Chain
 from sparseloco.node.durable import OutOfDisk
+from sparseloco.node.event_queue import EventQueue
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.mail import Mail
 from sparseloco.node.progress import Progress
@@ -34,8 +35,6 @@ from sparseloco.protocol.rules import Rules
 
 logger = logging.getLogger(__name__)
 
-# Events waiting for the machine; beyond it the network's are dropped, and heartbeats bring again what mattered.
-QUEUED_EVENTS = 10_000
 # Different refusals written down per round: a flood of bad messages must not fill the disk.
 NOTED_REFUSALS = 256
 # A leaver votes on until the group dropped it, but a person at the keyboard waits no longer than this.
@@ -86,7 +85,7 @@ class Driver:
         self.catch_up = catch_up
         self.rounds = rounds
         self.progress = progress
-        self._queue: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._queue = EventQueue()
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._fetches: dict[bytes, asyncio.Task[None]] = {}
@@ -176,7 +175,7 @@ class Driver:
                 group = [member.peer for member in self.chain.commits[self.head_round].manifest.group]
                 self._event("joined", self.head_round, peer_id=self.me.peer, session=self.me.session.hex(), group=group)
             self._watch_quorum()
-            event = await self._next_event()
+            event = await self._queue.next(self.machine.next_wakeup)
             if self._failure is not None:
                 raise self._failure
 
@@ -211,18 +210,8 @@ class Driver:
                 f"{self.store.path / 'session'} to come back as a new member"
             ) from error
 
-    async def _next_event(self) -> ev.Event:
-        if not self._queue.empty():
-            return self._queue.get_nowait()
-        timeout = self.machine.next_wakeup - time.monotonic()
-        try:
-            async with asyncio.timeout(max(timeout, 0.001)):  # wait_for of Python 3.11 can swallow a cancellation
-                return await self._queue.get()
-        except TimeoutError:
-            return ev.Tick()
-
     def put(self, event: ev.Event) -> None:
-        self._queue.put_nowait(event)
+        self._queue.put(event)
 
     def fail(self, error: BaseException) -> None:
         """End the node with this error."""
@@ -377,8 +366,7 @@ class Driver:
     # --- messages from others -------------------------------------------------------------------------------------
 
     def _received(self, sender: str, frame: Frame) -> None:
-        if self._queue.qsize() < QUEUED_EVENTS:
-            self._queue.put_nowait(ev.Received(sender, frame))
+        self._queue.put_received(sender, frame)
 
     def _refused(self, sender: str, error: RemoteProtocolError) -> None:
         if (sender, error.rule) in self._refusals or len(self._refusals) >= NOTED_REFUSALS:

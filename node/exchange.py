@@ -64,7 +64,7 @@ class GatedBlobs:
         if piece is None:
             return self.blobs.read(digest, offset, n)
         try:
-            return self.checkpoints.read_piece(piece[0], piece[1])[offset : offset + n]
+            return self.checkpoints.read_piece(piece[0], piece[1], offset, n)
         except StateError as error:
             raise OSError(str(error)) from error
 

@@ -18,6 +18,7 @@ from sparseloco.bootstrap.identity import Identity
 from sparseloco.bootstrap.transport import Transport
 from sparseloco.node.catch_up import Chain
 from sparseloco.node.durable import OutOfDisk
+from sparseloco.node.event_queue import EventQueue
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.mail import Mail
 from sparseloco.protocol import events as ev
@@ -29,7 +30,6 @@ from sparseloco.protocol.rules import Rules
 
 logger = logging.getLogger(__name__)
 
-QUEUED_EVENTS = 10_000
 # A payload that nobody serves any more must not stop the chain: it is given up after so long.
 PAYLOAD_SECONDS = 60.0
 
@@ -44,7 +44,7 @@ class Keeper:
         self.exchange = exchange
         self.chain = chain
         self._identity = identity
-        self._queue: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._queue = EventQueue()
         self._commits: asyncio.Queue[Commit] = asyncio.Queue(maxsize=64)
         self.machine = Machine(
             Member(identity.peer_id, session), rules, self._sign, random.Random(), head=chain.head, state_digest=None
@@ -56,7 +56,7 @@ class Keeper:
         return sign(message, self._identity.public_key, self._identity.sign)
 
     def put(self, event: ev.Event) -> None:
-        self._queue.put_nowait(event)
+        self._queue.put(event)
 
     async def run(self) -> None:
         fetching = asyncio.create_task(self._fetch_payloads())
@@ -67,19 +67,11 @@ class Keeper:
                     await self._perform(effect)
                 if fetching.done():
                     fetching.result()
-                event = await self._next_event()
+                event = await self._queue.next(self.machine.next_wakeup)
         finally:
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
             await self.mail.close()
-
-    async def _next_event(self) -> ev.Event:
-        timeout = self.machine.next_wakeup - time.monotonic()
-        try:
-            async with asyncio.timeout(max(timeout, 0.001)):  # wait_for of Python 3.11 can swallow a cancellation
-                return await self._queue.get()
-        except TimeoutError:
-            return ev.Tick()
 
     async def _perform(self, effect: ev.Effect) -> None:
         match effect:
@@ -99,8 +91,8 @@ class Keeper:
         if isinstance(frame, Commit):
             if frame.manifest.round > self.chain.head_round and not self._commits.full():
                 self._commits.put_nowait(frame)
-        elif not isinstance(frame, Signed) and self._queue.qsize() < QUEUED_EVENTS:
-            self._queue.put_nowait(ev.Received(sender, frame))
+        elif not isinstance(frame, Signed):
+            self._queue.put_received(sender, frame)
 
     def _refused(self, sender: str, error: RemoteProtocolError) -> None:
         logger.debug("refused a message of %s: %s", sender, error)
@@ -115,7 +107,7 @@ class Keeper:
                     logger.debug("a commit that does not follow: %s", error)
                     continue
                 await self._hold(commit.manifest)
-                self._queue.put_nowait(ev.Received(self._identity.peer_id, commit))
+                self._queue.put(ev.Received(self._identity.peer_id, commit))
                 # Wait until it is on the chain, or the next commit would look like one too far ahead.
                 while self.chain.head_round < commit.manifest.round:
                     await asyncio.sleep(0.01)

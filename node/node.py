@@ -210,6 +210,7 @@ class Node:
         for donor in donors:
             driver.put(PeerSeen(donor.peer))
         self._write_node_info(session)
+        logger.info("this is peer %s; its state is in %s", self.identity.peer_id, self.store.path)
         return driver
 
     async def _donors(self, met: list[Donor]) -> list[Donor]:

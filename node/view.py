@@ -15,6 +15,7 @@ from rich.text import Text
 
 from sparseloco.bootstrap.rate import Counters
 from sparseloco.bootstrap.run_file import RunFile
+from sparseloco.protocol.manifest import GENESIS_ROUND
 
 if TYPE_CHECKING:
     from sparseloco.node.progress import Progress
@@ -65,9 +66,10 @@ class View:
         loss = "-" if progress.loss is None else f"{progress.loss:.3f}"
         held_out = "-" if progress.eval_loss is None else f"{progress.eval_loss:.3f}"
         others = max(len(progress.group) - 1, 0)
+        at = "before the first" if progress.round == GENESIS_ROUND else f"{progress.round}"
         rows = (
             ("run", f"{self._run.run.name} ({self._run.run_id.hex()[:12]})"),
-            ("round", f"{progress.round} of {self._run.run.rounds}: {progress.phase}"),
+            ("round", f"{at} of {self._run.run.rounds}: {progress.phase}"),
             ("group", f"{len(progress.group)} members, {min(len(progress.alive), others)} of {others} others heard"),
             ("loss", f"{loss} training, {held_out} held-out  {sparkline(progress.losses)}"),
             ("work", f"{progress.steps:,} inner steps, {progress.tokens_per_second:,.0f} tokens/s"),

@@ -7,7 +7,9 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 
 from sparseloco.bootstrap.errors import StateError
 from sparseloco.compression.layout import TensorSpec
-from sparseloco.node import durable
+from sparseloco.node import blobs, durable
 from sparseloco.node.durable import OutOfDisk, publish_directory, write_atomic
 from sparseloco.node.state import read_piece, state_digest
 from sparseloco.node.store import StateDir, StateDirInUse
@@ -254,6 +256,28 @@ def test_blobs_are_named_by_their_digest_and_survive_a_restart(tmp_path: Path) -
         assert state.blobs.size(bytes(32)) is None
 
 
+def test_a_slow_disk_under_one_blob_does_not_hold_up_readers_of_others(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = state.blobs.put(b"kept")
+    in_fsync, go_on = threading.Event(), threading.Event()
+
+    def slow(path: Path, data: bytes) -> None:
+        in_fsync.set()
+        assert go_on.wait(20)
+        write_atomic(path, data)
+
+    monkeypatch.setattr(blobs, "write_atomic", slow)
+    with ThreadPoolExecutor(3) as pool:
+        writing = pool.submit(state.blobs.put, b"slow")
+        try:
+            assert in_fsync.wait(20)
+            assert pool.submit(state.blobs.read, kept, 0, 4).result(20) == b"kept"
+            assert pool.submit(state.blobs.get, kept).result(20) == b"kept"
+            assert hashlib.sha256(b"slow").digest() not in state.blobs, "a blob is offered before it is on the disk"
+        finally:
+            go_on.set()
+        assert state.blobs.get(writing.result(20)) == b"slow"
+
+
 def test_a_damaged_blob_is_absent(tmp_path: Path) -> None:
     with StateDir.open(tmp_path) as state:
         digest = state.blobs.put(b"payload")
@@ -426,6 +450,8 @@ def test_a_checkpoint_serves_its_pieces_without_being_loaded(state: StateDir) ->
         piece = state.checkpoints.read_piece(7, index)
         assert piece == read_piece(theta, index)
         assert hashlib.sha256(piece).digest() == piece_digest
+        for offset, count in ((0, 10), (100, 65536), (len(piece) - 5, 65536)):
+            assert state.checkpoints.read_piece(7, index, offset, count) == piece[offset : offset + count]
     with pytest.raises(IndexError):
         state.checkpoints.read_piece(7, 2)
 
