@@ -13,6 +13,7 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,6 +233,7 @@ class LoopNode:
         self.node: Node
         self.store: StateDir
         self.snapshot: Path | None = None
+        self._power = threading.Lock()  # whoever takes it cuts the power; the node's other threads only fall over
 
     async def start(self, arrange: Callable[[LoopNode], None] = lambda _: None) -> LoopNode:
         """`arrange(self)` puts hooks in after the node is prepared and before it runs."""
@@ -277,11 +279,11 @@ class LoopNode:
 
     def cut_power(self) -> None:
         """Take the files as they are now; to be called from a hook, which then ends in Crash."""
-        if self.snapshot is None:
+        if self._power.acquire(blocking=False):
             target = self.path.with_name(f"{self.path.name}-{len(list(self.path.parent.iterdir()))}")
             shutil.copytree(self.path, target)
-            self.snapshot = target
             self.swarm.network.drop(self.peer)
+            self.snapshot = target  # from here on it may be restarted
             self.swarm.loop.call_soon_threadsafe(self.driver.fail, Crash("power cut"))
         raise Crash(f"{self.peer}: power cut")
 
@@ -418,8 +420,9 @@ class Swarm:
         end = loop.time() + seconds
         while not (value := condition()):
             for node in self.living:
-                if node.task is not None and node.task.done() and node.task.exception() and node.snapshot is None:
-                    raise AssertionError(f"{node.path.name} ended while waiting for {what}") from node.task.exception()
+                error = node.task.exception() if node.task is not None and node.task.done() else None
+                if error is not None and not isinstance(error, Crash):
+                    raise AssertionError(f"{node.path.name} ended while waiting for {what}") from error
             assert loop.time() < end, f"never happened: {what}\n{self.describe()}"
             await asyncio.sleep(0.02)
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Crasher:
     def __init__(self) -> None:
         self.point = ""
         self.hit: LoopNode | None = None
+        self._choosing = threading.Lock()
 
     def arrange(self, node: LoopNode) -> None:
         persist, save = node.driver._persist, node.store.own.save
@@ -77,11 +79,12 @@ class Crasher:
         node.transport.before_send = sending
 
     def at(self, node: LoopNode, point: str) -> None:
-        if node is self.hit:
-            node.cut_power()  # it is dead: nothing of it goes on
-        if self.hit is None and point == self.point and node.head >= 1:
-            self.hit = node
-            node.cut_power()
+        with self._choosing:
+            if self.hit is None and point == self.point and node.head >= 1:
+                self.hit = node
+            chosen = node is self.hit
+        if chosen:
+            node.cut_power()  # the first time; from then on it is dead and nothing of it goes on
 
 
 def watch_checkpoints(monkeypatch: pytest.MonkeyPatch, crasher: Crasher, run: Swarm) -> None:
