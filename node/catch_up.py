@@ -11,14 +11,13 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparseloco.bootstrap.errors import NetworkError, StateError
 from sparseloco.bootstrap.identity import verify_signature
 from sparseloco.bootstrap.transport import Transport, TransportError
-from sparseloco.node.contribution import contribution_bytes
 from sparseloco.node.durable import OutOfDisk
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.services import COMMITS, HELLO, STATE, Hello, StateOffer, parse_commits
@@ -28,6 +27,7 @@ from sparseloco.node.worker import Worker
 from sparseloco.protocol.certificates import founding_commit, verify_commit, verify_genesis
 from sparseloco.protocol.errors import RemoteProtocolError
 from sparseloco.protocol.events import decode_commit, encode_commit
+from sparseloco.protocol.machine import COMMITS_PER_ANSWER
 from sparseloco.protocol.manifest import GENESIS_ROUND, Manifest
 from sparseloco.protocol.messages import Commit
 from sparseloco.protocol.rules import Rules
@@ -125,7 +125,7 @@ class Chain:
     def following(self, head_round: int) -> list[Commit]:
         """The few commits after a round that bring a peer with that head on, oldest first."""
         first = max(head_round + 1, GENESIS_ROUND)
-        return [self.commits[number] for number in range(first, head_round + 5) if number in self.commits]
+        return [self.commits[number] for number in range(first, first + COMMITS_PER_ANSWER) if number in self.commits]
 
     def check(self, commit: Commit) -> None:
         """RemoteProtocolError unless a commit whose signatures were verified follows the head."""
@@ -273,12 +273,8 @@ class CatchUp:
 
     async def blobs_of(self, manifest: Manifest, holders: Callable[[], Iterable[str]]) -> list[bytes]:
         """The contributions' blobs in manifest order, fetched where they are missing."""
-        size = self.worker.layout.total_bytes
-        jobs: list[Awaitable[bytes]] = [
-            self.exchange.obtain(c.payload, contribution_bytes(c.peer, size), c.peer, holders) for c in manifest.contributions
-        ]
         started = time.monotonic()
-        blobs = list(await asyncio.gather(*jobs))
+        blobs = await self.exchange.obtain_all(manifest, holders)
         logger.debug("round %d: %d payloads after %.2f s", manifest.round, len(blobs), time.monotonic() - started)
         store = self.worker.store.blobs
         store.pin([contribution.payload for contribution in manifest.contributions])

@@ -125,7 +125,6 @@ class Driver:
     def hello(self, asker: str) -> Hello:
         """What this node answers to a hello."""
         head = self.chain.head
-        view = self.machine.liveness.peers.get(asker)
         return make_hello(
             self.rules.run,
             self.worker.run.run.name,
@@ -134,7 +133,7 @@ class Driver:
             self.head_round,
             head.manifest.digest if head else bytes(32),
             self.worker.corpus.digest,
-            heard=(view.session, time.monotonic() - view.last_heard) if view else None,
+            heard=self.machine.liveness.last_word(asker, time.monotonic()),
         )
 
     def offer(self) -> StateOffer | None:

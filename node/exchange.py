@@ -22,6 +22,7 @@ from sparseloco.node.checkpoints import CheckpointStore
 from sparseloco.node.contribution import ContributionError, ContributionHeader, contribution_bytes, open_contribution
 from sparseloco.node.state import PIECE_BYTES
 from sparseloco.node.store import StateDir
+from sparseloco.protocol.manifest import Manifest
 from sparseloco.protocol.messages import Announce, Signed
 
 logger = logging.getLogger(__name__)
@@ -177,6 +178,12 @@ class Exchange:
         finally:
             self._wanted.pop(digest, None)
             self._early.pop(digest, None)
+
+    async def obtain_all(self, manifest: Manifest, holders: Callable[[], Iterable[str]]) -> list[bytes]:
+        """The blobs of a decided round's contributions, in manifest order."""
+        size = self.layout.total_bytes
+        jobs = [self.obtain(c.payload, contribution_bytes(c.peer, size), c.peer, holders) for c in manifest.contributions]
+        return list(await asyncio.gather(*jobs))
 
     async def _pull(self, peer: str, digest: bytes, length: int, partial: bytes, wanted: _Wanted) -> bytes:
         """One try at one peer; what arrived of it is kept for the next."""

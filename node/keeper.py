@@ -11,7 +11,6 @@ import asyncio
 import logging
 import random
 import time
-from typing import Any
 
 from sparseloco.bootstrap.errors import StateError
 from sparseloco.bootstrap.identity import Identity
@@ -114,12 +113,9 @@ class Keeper:
 
     async def _hold(self, manifest: Manifest) -> None:
         group = [member.peer for member in manifest.group]
-        jobs: list[Any] = [
-            self.exchange.obtain(c.payload, c.payload_bytes, c.peer, lambda: group) for c in manifest.contributions
-        ]
         try:
             async with asyncio.timeout(PAYLOAD_SECONDS):
-                blobs = await asyncio.gather(*jobs)
+                blobs = await self.exchange.obtain_all(manifest, lambda: group)
             for blob in blobs:
                 await asyncio.to_thread(self.exchange.keep, blob)
         except TimeoutError:

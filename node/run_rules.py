@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from sparseloco.bootstrap.run_file import RunFile
+from sparseloco.compression.layout import CodecSpec
 from sparseloco.protocol.manifest import MembershipRules
 from sparseloco.protocol.rules import Rules
+
+
+def codec_of(run: RunFile) -> CodecSpec:
+    """The codec of the run's payloads."""
+    return CodecSpec(codec_id=run.algorithm.codec, chunk=run.algorithm.chunk, k=run.algorithm.top_k)
 
 
 def rules_of(run: RunFile) -> Rules:

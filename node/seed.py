@@ -13,11 +13,10 @@ import random
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from sparseloco import __version__
 from sparseloco.bootstrap.directory import Directory, PeerRecord
@@ -25,7 +24,7 @@ from sparseloco.bootstrap.errors import NetworkError, StateError
 from sparseloco.bootstrap.identity import Identity
 from sparseloco.bootstrap.run_file import RunFile
 from sparseloco.bootstrap.transport import Transport, TransportError
-from sparseloco.compression.layout import CodecSpec, PayloadLayout, TensorSpec
+from sparseloco.compression.layout import PayloadLayout, TensorSpec
 from sparseloco.node.catch_up import Chain
 from sparseloco.node.durable import write_atomic
 from sparseloco.node.exchange import Exchange
@@ -36,9 +35,9 @@ from sparseloco.node.interrupts import run_on_fast_loop
 from sparseloco.node.keeper import Keeper
 from sparseloco.node.options import BootstrapOptions
 from sparseloco.node.places import default_state_dir, default_state_root
-from sparseloco.node.run_rules import rules_of
+from sparseloco.node.run_rules import codec_of, rules_of
 from sparseloco.node.services import Hello, Services, StateOffer, make_hello
-from sparseloco.node.state import state_digest, total_bytes
+from sparseloco.node.state import state_digest
 from sparseloco.node.store import StateDir
 from sparseloco.node.tensor_file import read_tensors
 from sparseloco.protocol.events import PeerSeen
@@ -63,7 +62,7 @@ async def _bootstrap(options: BootstrapOptions) -> int:
         kept = store.path / "run.toml"
         if kept.is_file() and options.run is not None and RunFile.load(kept).run_id != run.run_id:
             raise StateError(f"{store.path}: keeps another run; use another --state-dir")
-        genesis = _keep(store, run, genesis)
+        specs = _keep(store, run, genesis)
         store.blobs.budget_bytes = run.limits.stored_blob_bytes
         identity = Identity.load_or_create(store.path / "identity.key")
         with identity.lock():
@@ -76,7 +75,7 @@ async def _bootstrap(options: BootstrapOptions) -> int:
                 limits=run.limits,
             )
             try:
-                return await _serve(options, store, identity, transport, run, genesis)
+                return await _serve(options, store, identity, transport, run, specs)
             finally:
                 await transport.close()
 
@@ -98,24 +97,29 @@ def _find_run(options: BootstrapOptions) -> tuple[RunFile, Path]:
     return run, genesis_path(made)
 
 
-def _keep(store: StateDir, run: RunFile, genesis: Path) -> Path:
-    """A good copy of the run file and the genesis state in the state directory; StateError if there is none to be had."""
+def _keep(store: StateDir, run: RunFile, genesis: Path) -> list[TensorSpec]:
+    """See to a good copy of run file and genesis state in the state directory, the latter also as its first checkpoint.
+
+    Returns what the state consists of; StateError if there is none to be had.
+    """
     mine = store.path / GENESIS_FILE
     problems = []
     for source in (mine, genesis):
         try:
-            found = state_digest(read_tensors(source))
+            theta = read_tensors(source)
         except StateError as error:
             problems.append(str(error))
             continue
-        if found != run.require_genesis():
+        if state_digest(theta) != run.require_genesis():
             problems.append(f"{source}: is not the state that [run] genesis names")
             continue
         if source != mine:
             require_model(source, run.model.config)
             write_atomic(mine, source.read_bytes())
         store.write_run_file(run.to_toml())
-        return mine
+        if GENESIS_ROUND not in store.checkpoints.rounds():
+            store.checkpoints.save(GENESIS_ROUND, theta, bytes(32))
+        return [TensorSpec(name, tuple(tensor.shape)) for name, tensor in sorted(theta.items())]
     raise StateError(
         "; ".join(dict.fromkeys(problems)) + "; the genesis state belongs beside the run file: `sparseloco-node init` writes "
         "both, `init --genesis` makes it anew"
@@ -123,25 +127,27 @@ def _keep(store: StateDir, run: RunFile, genesis: Path) -> Path:
 
 
 async def _serve(
-    options: BootstrapOptions, store: StateDir, identity: Identity, transport: Transport, run: RunFile, genesis: Path
+    options: BootstrapOptions,
+    store: StateDir,
+    identity: Identity,
+    transport: Transport,
+    run: RunFile,
+    specs: Sequence[TensorSpec],
 ) -> int:
-    theta = await asyncio.to_thread(_genesis, store, run, genesis)
     session = secrets.token_bytes(16)
     rules = rules_of(run)
-    codec = CodecSpec(codec_id=run.algorithm.codec, chunk=run.algorithm.chunk, k=run.algorithm.top_k)
-    layout = PayloadLayout([TensorSpec(name, tuple(tensor.shape)) for name, tensor in sorted(theta.items())], codec)
+    layout = PayloadLayout(specs, codec_of(run))
+    state_bytes = 4 * layout.parameters
     exchange = Exchange(transport, store, layout, random.Random())
-    exchange.served.offer_checkpoints(total_bytes(theta))
+    exchange.served.offer_checkpoints(state_bytes)
     pieces = store.checkpoints.info(GENESIS_ROUND).piece_digests
-    offer = StateOffer(GENESIS_ROUND, total_bytes(theta), tuple(piece.hex() for piece in pieces))
-    del theta
+    offer = StateOffer(GENESIS_ROUND, state_bytes, tuple(piece.hex() for piece in pieces))
     keeper = Keeper(identity, session, rules, transport, exchange, Chain(store, rules))
 
     def hello(asker: str) -> Hello:
         head = keeper.chain.head
         digest = head.manifest.digest if head else bytes(32)
-        view = keeper.machine.liveness.peers.get(asker)
-        heard = (view.session, time.monotonic() - view.last_heard) if view else None
+        heard = keeper.machine.liveness.last_word(asker, time.monotonic())
         return make_hello(run.run_id, run.run.name, ROLE, session, keeper.chain.head_round, digest, bytes(32), heard=heard)
 
     Services(transport, hello=hello, run_toml=run.to_toml(), chain=store.chain, offer=lambda: offer)
@@ -206,14 +212,6 @@ async def _keep_on(transport: Transport, keeper: Keeper, run: RunFile, session: 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _genesis(store: StateDir, run: RunFile, genesis: Path) -> dict[str, torch.Tensor]:
-    """The genesis state, which `_keep` checked, kept also as the first checkpoint of the state directory."""
-    theta = read_tensors(genesis)
-    if GENESIS_ROUND not in store.checkpoints.rounds():
-        store.checkpoints.save(GENESIS_ROUND, theta, bytes(32))
-    return theta
 
 
 def _announce(options: BootstrapOptions, info: dict[str, Any], run: RunFile) -> None:

@@ -23,12 +23,13 @@ from sparseloco.bootstrap.errors import NodeError
 from sparseloco.bootstrap.run_file import RunFile
 from sparseloco.node.init import initialise, parameter_count, starting_run
 from sparseloco.node.options import SwarmOptions
-from sparseloco.node.swarm_events import GENESIS_ROUND, EventTail, NodeRecord
+from sparseloco.node.swarm_events import EventTail, NodeRecord
 from sparseloco.node.swarm_faults import Fault, due
 from sparseloco.node.swarm_processes import Child, end_all
 from sparseloco.node.swarm_report import FINISHED, KILLED, LEFT, NodeOutcome, SwarmOutcome, disagreements, verdict
 from sparseloco.node.swarm_setup import Layout, claimed, prepare
 from sparseloco.node.swarm_table import Screen, final_table, payload_line
+from sparseloco.protocol.manifest import GENESIS_ROUND
 
 LOOK_SECONDS = 0.2  # between two looks at the nodes: short against a round, long against reading a few files
 START_SECONDS = 120.0  # importing torch with N processes on two cores and a cold disk takes most of this

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sparseloco.protocol.manifest import GENESIS_ROUND
+
 # Events that show a round is under way; a round number in any of them means the node got that far.
 _IN_ROUND = ("round_started", "trained", "announced", "closed", "checked", "prevoted", "precommitted", "committed")
 _PROGRESS = ("joined", "round_started", "trained", "committed", "caught_up", "attempt", "left")
-GENESIS_ROUND = -1
 
 
 @dataclass

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from sparseloco.node.swarm_events import GENESIS_ROUND, NodeRecord
+from sparseloco.node.swarm_events import NodeRecord
 from sparseloco.node.swarm_faults import Fault
+from sparseloco.protocol.manifest import GENESIS_ROUND
 
 FINISHED, KILLED, LEFT = "finished", "killed", "left"
 

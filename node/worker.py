@@ -19,7 +19,7 @@ from sparseloco.bootstrap.errors import StateError
 from sparseloco.bootstrap.run_file import RunFile
 from sparseloco.compression.codec import NonFiniteError, decode, encode, norm
 from sparseloco.compression.error_feedback import accumulate, pseudo_gradient, residual
-from sparseloco.compression.layout import CodecSpec, PayloadLayout
+from sparseloco.compression.layout import PayloadLayout
 from sparseloco.node.contribution import ContributionError, ContributionHeader, open_contribution, pack_contribution
 from sparseloco.node.corpus import corpus_of_run
 from sparseloco.node.durable import OutOfDisk
@@ -27,6 +27,7 @@ from sparseloco.node.evaluate import Evaluation, Evaluator
 from sparseloco.node.inner_loop import InnerLoop, InnerSettings, RoundResult
 from sparseloco.node.model import build_model, tensor_specs, trainable_tensors
 from sparseloco.node.outer_step import ClipRule, clip_factors, outer_step
+from sparseloco.node.run_rules import codec_of
 from sparseloco.node.state import empty_theta, state_digest
 from sparseloco.node.store import StateDir
 from sparseloco.node.windows import MemberData, WindowPlan, held_out_windows
@@ -66,8 +67,7 @@ class Worker:
         self.device = device
         self.model = build_model(run.model.config)
         self.specs = tensor_specs(self.model)
-        codec = CodecSpec(codec_id=run.algorithm.codec, chunk=run.algorithm.chunk, k=run.algorithm.top_k)
-        self.layout = PayloadLayout(self.specs, codec)
+        self.layout = PayloadLayout(self.specs, codec_of(run))
         self.loop = InnerLoop(self.model, InnerSettings.from_run(run), device, micro_batch)
         self.corpus = corpus_of_run(run, own_data)
         self._plan = WindowPlan.of_run(run, self.corpus.train)

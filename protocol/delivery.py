@@ -38,6 +38,11 @@ class Liveness:
     def heard(self, peer: str, beat: Heartbeat, now: float) -> None:
         self.peers[peer] = PeerView(beat.session, now, beat.head_round, beat.attempt, beat.leaving)
 
+    def last_word(self, peer: str, now: float) -> tuple[bytes, float] | None:
+        """The session in which a peer was last heard, and how many seconds ago; None if it never was."""
+        view = self.peers.get(peer)
+        return (view.session, now - view.last_heard) if view is not None else None
+
     def alive(self, member: Member, since: float, grace_seconds: float, now: float) -> bool:
         """Alive: heard within the detection time, in this session; or not heard yet and waited for no longer than the grace."""
         view = self.peers.get(member.peer)

@@ -41,7 +41,7 @@ from sparseloco.protocol.events import (
     Trained,
     Voted,
 )
-from sparseloco.protocol.machine import Machine
+from sparseloco.protocol.machine import COMMITS_PER_ANSWER, Machine
 from sparseloco.protocol.manifest import Member, MembershipRules
 from sparseloco.protocol.messages import Commit, Message, Signed, encode_body
 from sparseloco.protocol.oracle import Oracle, Violation
@@ -250,7 +250,7 @@ class SimulatedPeer:
                 swarm.oracle.adopted(self.peer, effect, self.disk.payloads)
                 self._apply(effect.commit)
             case ServeCommits(peer, head_round):
-                for commit in [c for c in self.disk.chain if c.manifest.round > head_round][:4]:
+                for commit in [c for c in self.disk.chain if c.manifest.round > head_round][:COMMITS_PER_ANSWER]:
                     swarm.send(self.peer, peer, commit)
             case Note(event, _, fields):
                 swarm.count(f"note:{event}")

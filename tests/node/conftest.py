@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import loopback
 import pytest
-
-
-def _load_loopback() -> Any:
-    spec = importlib.util.spec_from_file_location("loopback", Path(__file__).with_name("loopback.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["loopback"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-loopback = _load_loopback()
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from sparseloco.bootstrap.identity import Identity
 from sparseloco.bootstrap.rate import Counters
 from sparseloco.bootstrap.run_file import TINY_MODEL, RunFile
 from sparseloco.compression.codec import decode
-from sparseloco.compression.layout import CodecSpec, PayloadLayout, TensorSpec
+from sparseloco.compression.layout import PayloadLayout, TensorSpec
 from sparseloco.node.catch_up import Donor
 from sparseloco.node.contribution import ContributionHeader, open_contribution
 from sparseloco.node.corpus import Corpus
@@ -35,6 +35,7 @@ from sparseloco.node.exchange import GatedBlobs
 from sparseloco.node.genesis import make_genesis
 from sparseloco.node.node import Node
 from sparseloco.node.options import JoinOptions
+from sparseloco.node.run_rules import codec_of
 from sparseloco.node.services import Hello, Services, StateOffer, make_hello
 from sparseloco.node.state import state_digest, total_bytes
 from sparseloco.node.store import StateDir
@@ -375,8 +376,7 @@ class Swarm:
         draft = RunFile.parse(toml_of(tables))
         self.run = draft.with_genesis(state_digest(self.genesis))
         specs = [TensorSpec(name, tuple(self.genesis[name].shape)) for name in sorted(self.genesis)]
-        codec = CodecSpec(codec_id=self.run.algorithm.codec, chunk=self.run.algorithm.chunk, k=self.run.algorithm.top_k)
-        self.layout = PayloadLayout(specs, codec)
+        self.layout = PayloadLayout(specs, codec_of(self.run))
         self.seed_store: StateDir | None = None
 
     def __enter__(self) -> Swarm:
