@@ -27,3 +27,10 @@ def residual(a: torch.Tensor, decoded: DecodedTensor) -> torch.Tensor:
     flat = a.flatten()
     left = torch.sub(flat[decoded.indices], decoded.values)
     return flat.index_put((decoded.indices,), left).view(a.shape)  # out of place; indices do not repeat
+
+
+def add_back(residual: torch.Tensor, decoded: DecodedTensor) -> torch.Tensor:
+    """Return e + D: a contribution that counted on a branch that lost, given back; equal up to rounding to never subtracting it."""
+    flat = residual.flatten()
+    more = torch.add(flat[decoded.indices], decoded.values)
+    return flat.index_put((decoded.indices,), more).view(residual.shape)

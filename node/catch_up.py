@@ -16,21 +16,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparseloco.bootstrap.errors import NetworkError, StateError
-from sparseloco.bootstrap.identity import verify_signature
 from sparseloco.bootstrap.transport import Transport, TransportError
+from sparseloco.node.chain import Chain
 from sparseloco.node.durable import OutOfDisk
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.services import COMMITS, HELLO, STATE, Hello, StateOffer, parse_commits
 from sparseloco.node.state import PIECE_BYTES, digest_of_pieces, empty_theta, piece_count, total_bytes, write_piece
-from sparseloco.node.store import StateDir
 from sparseloco.node.worker import Worker
-from sparseloco.protocol.certificates import founding_commit, verify_commit, verify_genesis
 from sparseloco.protocol.errors import RemoteProtocolError
-from sparseloco.protocol.events import decode_commit, encode_commit
-from sparseloco.protocol.machine import COMMITS_PER_ANSWER
 from sparseloco.protocol.manifest import GENESIS_ROUND, Manifest
 from sparseloco.protocol.messages import Commit
-from sparseloco.protocol.rules import Rules
 
 if TYPE_CHECKING:
     import torch
@@ -70,74 +65,6 @@ async def find_donors(transport: Transport, peers: Iterable[str], run_id: bytes)
     return sorted(donors, key=lambda donor: (-donor.hello.head_round, donor.peer))
 
 
-class Chain:
-    """This node's chain of commits: read from disk with its links checked, extended only by what a quorum signed."""
-
-    def __init__(self, store: StateDir, rules: Rules) -> None:
-        self.store = store
-        self.rules = rules
-        self.commits: dict[int, Commit] = {}
-        # The furthest round that was ever kept here. A head before it means that the votes since are forgotten.
-        self.reached = max(store.chain.rounds(), default=GENESIS_ROUND - 1)
-        self._read()
-
-    @property
-    def head(self) -> Commit | None:
-        return self.commits[max(self.commits)] if self.commits else None
-
-    @property
-    def head_round(self) -> int:
-        return max(self.commits, default=GENESIS_ROUND - 1)
-
-    def manifest(self, round_number: int) -> Manifest | None:
-        commit = self.commits.get(round_number)
-        return commit.manifest if commit else None
-
-    def _read(self) -> None:
-        for round_number in self.store.chain.rounds():
-            try:
-                commit = decode_commit(self.store.chain.read(round_number))
-                self._verify(commit, signatures=True)  # a certificate that rotted would be refused by every joiner
-            except (RemoteProtocolError, StateError) as error:
-                logger.warning("chain file of round %d is damaged (%s); it is fetched again", round_number, error)
-                break
-            self.commits[round_number] = commit
-        if not self.commits and self.rules.founders:
-            self.append(founding_commit(self.rules))
-
-    def _verify(self, commit: Commit, *, signatures: bool) -> None:
-        head = self.head
-        if signatures:
-            for signed in commit.certificate:
-                signed.verify(verify_signature)
-        if head is None:
-            verify_genesis(commit, self.rules)
-        else:
-            verify_commit(commit, head.manifest)
-
-    def extend(self, data: bytes) -> Commit:
-        """Verify a donor's next commit and keep it durably; RemoteProtocolError if it does not follow."""
-        commit = decode_commit(data)
-        self._verify(commit, signatures=True)
-        self.append(commit)
-        return commit
-
-    def following(self, head_round: int) -> list[Commit]:
-        """The few commits after a round that bring a peer with that head on, oldest first."""
-        first = max(head_round + 1, GENESIS_ROUND)
-        return [self.commits[number] for number in range(first, first + COMMITS_PER_ANSWER) if number in self.commits]
-
-    def check(self, commit: Commit) -> None:
-        """RemoteProtocolError unless a commit whose signatures were verified follows the head."""
-        self._verify(commit, signatures=False)
-
-    def append(self, commit: Commit) -> None:
-        """Keep a commit that was verified already."""
-        number = commit.manifest.round
-        self.store.chain.write(number, encode_commit(commit.manifest, commit.certificate))
-        self.commits[number] = commit
-
-
 class CatchUp:
     """Brings a worker's state and the chain to the furthest head that donors can prove."""
 
@@ -150,6 +77,10 @@ class CatchUp:
     async def run(self, donors: list[Donor], progress: Callable[[int, int], None]) -> None:
         """Chain, then this node's own checkpoint and the log, or else a donor's checkpoint and the log."""
         await self.fetch_chain(donors)
+        await self.restore(donors, progress)
+
+    async def restore(self, donors: list[Donor], progress: Callable[[int, int], None]) -> None:
+        """Bring the worker's state to the chain's head as it is."""
         if await asyncio.to_thread(self.load_own):
             try:
                 await self.replay(donors)

@@ -16,20 +16,23 @@ from typing import Any
 
 from sparseloco.bootstrap.errors import NetworkError, StateError
 from sparseloco.bootstrap.identity import Identity
-from sparseloco.bootstrap.transport import Transport
-from sparseloco.node.catch_up import CatchUp, Chain
+from sparseloco.bootstrap.transport import Transport, TransportError
+from sparseloco.node.branches import fetch_branch
+from sparseloco.node.catch_up import CatchUp
+from sparseloco.node.chain import Chain
 from sparseloco.node.durable import OutOfDisk
 from sparseloco.node.event_queue import EventQueue
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.mail import Mail
 from sparseloco.node.progress import Progress
+from sparseloco.node.proofs import ProofStore
 from sparseloco.node.services import Hello, StateOffer, make_hello
 from sparseloco.node.work import Decided, Work
 from sparseloco.node.worker import Worker
 from sparseloco.protocol import events as ev
 from sparseloco.protocol.errors import LocalProtocolError, RemoteProtocolError
 from sparseloco.protocol.machine import Machine
-from sparseloco.protocol.manifest import Member
+from sparseloco.protocol.manifest import Manifest, Member
 from sparseloco.protocol.messages import Announce, Check, Frame, Message, Signed, sign
 from sparseloco.protocol.rules import Rules
 
@@ -53,6 +56,10 @@ EVENTS_WITH_PHASE = {
     "precommitted": "voting",
     "attempt": "voting again",
     "refused": "",
+    "regrouping": "going on without those who are gone",
+    "regrouped": "",
+    "rolled_back": "changing to the winning branch",
+    "evidence": "",
     "peer_up": "",
     "peer_down": "",
 }
@@ -97,6 +104,7 @@ class Driver:
         self._short_since: float | None = None
         self._short_said = False
         self.work = Work(worker, exchange, catch_up, chain, progress, put=self.put, fail=self.fail)
+        self.transport = transport
         self.mail = Mail(transport, self._received, self._refused)
         self.machine = self._make_machine()
         transport.on_death(self._daemon_died)
@@ -110,7 +118,15 @@ class Driver:
         head = self.chain.head
         digest = self.work.digest(head.manifest.round).result() if head is not None else None
         return Machine(
-            self.me, self.rules, self._sign, random.Random(), head=head, state_digest=digest, records=records
+            self.me,
+            self.rules,
+            self._sign,
+            random.Random(),
+            head=head,
+            state_digest=digest,
+            records=records,
+            recent=self.chain.recent(),
+            banned=ProofStore(self.store.path).convicted(),
         )
 
     def _sign(self, message: Message) -> Signed:
@@ -295,15 +311,59 @@ class Driver:
             case ev.ServeCommits(peer, head_round):
                 for commit in self.chain.following(head_round):
                     self.mail.send((peer,), commit)
+            case ev.FetchBranch(peer):
+                self._spawn(self._fetch_branch(peer))
+            case ev.RollBack():
+                await self._change_branch(effect)
+            case ev.StopAndAsk(depth, mine, theirs):
+                raise StateError(self._question(depth, mine.manifest, theirs.manifest))
+            case ev.Proof(peer, first, second):
+                await asyncio.to_thread(ProofStore(self.store.path).keep, peer, first, second)
             case ev.Note(event, number, fields):
                 self._note(event, number, fields)
+
+    async def _fetch_branch(self, peer: str) -> None:
+        try:
+            found = await fetch_branch(self.transport, self.chain, peer)
+        except TransportError as error:
+            logger.debug("the branch of %s: %s", peer, error)
+        except RemoteProtocolError as error:
+            self._refused(peer, error)
+        else:
+            if found is not None:
+                self.put(found)
+
+    async def _change_branch(self, change: ev.RollBack) -> None:
+        """What was given to the branch that lost is durable in the error feedback before the chain changes."""
+        lost = [commit.manifest for commit in change.lost]
+        instead = [commit.manifest for commit in change.commits]
+        logger.warning(
+            "another branch of the run won: going back from round %d to round %d and on to %d; no contribution is lost",
+            self.head_round,
+            change.fork_round,
+            instead[-1].round,
+        )
+        self._forget_fetches()
+        if lost:
+            await self.work.give_back(lost, instead)
+        await asyncio.to_thread(self.chain.switch, change.fork_round, change.commits)
+        self.work.follow_branch(change.fork_round)
+
+    def _question(self, depth: int, mine: Manifest, theirs: Manifest) -> str:
+        return (
+            f"{self.store.path}: the run went on without this node: its own last {depth} rounds (head {mine.round}:"
+            f"{mine.digest.hex()}) lost against a branch with head {theirs.round}:{theirs.digest.hex()}, and [limits] "
+            f"max_rollback_rounds = {self.rules.max_rollback_rounds} rounds may be given up unasked; nothing was changed. To "
+            f"follow the other branch start with a new --state-dir, or with --trust-head {theirs.round}:{theirs.digest.hex()}"
+        )
 
     def _persist(self, record: ev.Record) -> None:
         """On the disk when this returns. An error ends the process: a vote that may be lost must not be sent."""
         votes = self.store.open_votes()
         if isinstance(record, ev.Committed):
             self.chain.append(record.commit)
-            votes.replace([])
+            kept = ev.still_binding([ev.decode_record(data) for data in votes.records], record.commit)
+            votes.replace([ev.encode_record(said) for said in kept])
         else:
             votes.append(ev.encode_record(record))
 
@@ -350,6 +410,11 @@ class Driver:
             case "peer_down":
                 self.progress.alive.discard(fields["peer"])
                 logger.info("peer %s is down", fields["peer"])
+            case "regrouped":
+                names = ", ".join(fields["group"])
+                logger.warning("too few were left for a quorum; %d members go on: %s", len(fields["group"]), names)
+            case "evidence":
+                logger.warning("peer %s said two things on one matter; the proof is kept, its work counts no more", fields["peer"])
             case "refused":
                 logger.warning("refused a message of %s: %s (%s)", fields["peer"], fields["rule"], fields["detail"])
             case "waiting":

@@ -14,8 +14,9 @@ import time
 
 from sparseloco.bootstrap.errors import StateError
 from sparseloco.bootstrap.identity import Identity
-from sparseloco.bootstrap.transport import Transport
-from sparseloco.node.catch_up import Chain
+from sparseloco.bootstrap.transport import Transport, TransportError
+from sparseloco.node.branches import fetch_branch
+from sparseloco.node.chain import Chain
 from sparseloco.node.durable import OutOfDisk
 from sparseloco.node.event_queue import EventQueue
 from sparseloco.node.exchange import Exchange
@@ -44,10 +45,13 @@ class Keeper:
         self.chain = chain
         self._identity = identity
         self._queue = EventQueue()
-        self._commits: asyncio.Queue[Commit] = asyncio.Queue(maxsize=64)
+        self._transport = transport
+        self._branches: set[asyncio.Task[None]] = set()
+        self._commits: asyncio.Queue[tuple[str, Commit]] = asyncio.Queue(maxsize=64)
         self.machine = Machine(
-            Member(identity.peer_id, session), rules, self._sign, random.Random(), head=chain.head, state_digest=None
-        )
+            Member(identity.peer_id, session), rules, self._sign, random.Random(), head=chain.head, state_digest=None,
+            recent=chain.recent(),
+        )  # fmt: skip
         self.machine.leaving = True
         self.mail = Mail(transport, self._received, self._refused)
 
@@ -68,8 +72,10 @@ class Keeper:
                     fetching.result()
                 event = await self._queue.next(self.machine.next_wakeup)
         finally:
-            fetching.cancel()
-            await asyncio.gather(fetching, return_exceptions=True)
+            tasks = [fetching, *self._branches]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self.mail.close()
 
     async def _perform(self, effect: ev.Effect) -> None:
@@ -82,6 +88,12 @@ class Keeper:
             case ev.ServeCommits(peer, head_round):
                 for commit in self.chain.following(head_round):
                     self.mail.send((peer,), commit)
+            case ev.FetchBranch(peer):
+                self._branches.add(task := asyncio.get_running_loop().create_task(self._fetch_branch(peer)))
+                task.add_done_callback(self._branches.discard)
+            case ev.RollBack(fork_round, _, commits):
+                await asyncio.to_thread(self.chain.switch, fork_round, commits)
+                logger.info("another branch won from round %d on; it is followed to round %d", fork_round, self.chain.head_round)
             case ev.Note("refused", _, fields):
                 logger.debug("refused a message of %s: %s", fields["peer"], fields["rule"])
 
@@ -89,7 +101,7 @@ class Keeper:
         """Commits wait for their payloads; of the rest only what shows who is alive matters here."""
         if isinstance(frame, Commit):
             if frame.manifest.round > self.chain.head_round and not self._commits.full():
-                self._commits.put_nowait(frame)
+                self._commits.put_nowait((sender, frame))
         elif not isinstance(frame, Signed):
             self._queue.put_received(sender, frame)
 
@@ -98,18 +110,33 @@ class Keeper:
 
     async def _fetch_payloads(self) -> None:
         while True:
-            commit = await self._commits.get()
+            sender, commit = await self._commits.get()
             if commit.manifest.round == self.chain.head_round + 1:
                 try:
                     self.chain.check(commit)
                 except RemoteProtocolError as error:
                     logger.debug("a commit that does not follow: %s", error)
+                    self._queue.put(ev.Received(sender, commit))  # the machine looks whether it is another branch's
                     continue
                 await self._hold(commit.manifest)
                 self._queue.put(ev.Received(self._identity.peer_id, commit))
-                # Wait until it is on the chain, or the next commit would look like one too far ahead.
-                while self.chain.head_round < commit.manifest.round:
+                # Wait until it is on the chain, or the next commit would look like one too far ahead. The machine may have
+                # changed branches meanwhile: then it never gets there.
+                deadline = time.monotonic() + self.rules.detection_seconds
+                while self.chain.head_round < commit.manifest.round and time.monotonic() < deadline:
                     await asyncio.sleep(0.01)
+
+    async def _fetch_branch(self, peer: str) -> None:
+        """Another branch's commits for the machine to choose, once their payloads are held."""
+        try:
+            found = await fetch_branch(self._transport, self.chain, peer)
+        except (TransportError, RemoteProtocolError) as error:
+            logger.debug("the branch of %s: %s", peer, error)
+            return
+        if found is not None:
+            for commit in found.theirs:
+                await self._hold(commit.manifest)
+            self._queue.put(found)
 
     async def _hold(self, manifest: Manifest) -> None:
         group = [member.peer for member in manifest.group]

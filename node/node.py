@@ -26,7 +26,8 @@ from sparseloco.bootstrap.errors import NetworkError, StateError
 from sparseloco.bootstrap.identity import Identity
 from sparseloco.bootstrap.run_file import RunFile
 from sparseloco.bootstrap.transport import Transport, TransportError
-from sparseloco.node.catch_up import CatchUp, Chain, Donor, find_donors
+from sparseloco.node.catch_up import CatchUp, Donor, find_donors
+from sparseloco.node.chain import Chain
 from sparseloco.node.device import pick_device
 from sparseloco.node.driver import Driver
 from sparseloco.node.exchange import Exchange

@@ -34,6 +34,7 @@ def rules_of(run: RunFile) -> Rules:
         vote_seconds=settings.vote_seconds,
         settle_seconds=max(3.0, 2 * settings.heartbeat_seconds),
         check_resends=run.limits.check_resends,
+        max_rollback_rounds=run.limits.max_rollback_rounds,
         founders=tuple(run.run.founders),
         admitted=frozenset(run.admission.peers) if run.admission.mode == "list" else None,
     )

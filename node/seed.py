@@ -25,7 +25,7 @@ from sparseloco.bootstrap.identity import Identity
 from sparseloco.bootstrap.run_file import RunFile
 from sparseloco.bootstrap.transport import Transport, TransportError
 from sparseloco.compression.layout import PayloadLayout, TensorSpec
-from sparseloco.node.catch_up import Chain
+from sparseloco.node.chain import Chain
 from sparseloco.node.durable import write_atomic
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.finding import known_addresses, remember_addresses

@@ -2,6 +2,7 @@
 
     identity.key  lock  run.toml  node.json  session  events.jsonl  votes.log
     chain/00000012.bin   blobs/<digest>   checkpoints/00000010/   own/00000012/
+    returned/00000011/   evidence/<peer id>.proof
 
 The one rule: whatever a restart or another process reads was written beside, fsynced and renamed (`durable`); only
 the votes log and events.jsonl are appended to. The store knows nothing of what chain files or votes mean.
@@ -105,6 +106,7 @@ class StateDir:
         self.blobs = _blobs(path / "blobs", blob_budget_bytes)
         self.checkpoints = CheckpointStore(_folder(path / "checkpoints"), keep_checkpoints)
         self.own = OwnStore(_folder(path / "own"), KEEP_OWN)
+        self.returned = OwnStore(_folder(path / "returned"), 1)  # the error feedback after a lost branch was left
         self.events = EventLog(path / EVENTS_FILE)
         self._votes: VotesLog | None = None
 

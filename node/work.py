@@ -11,13 +11,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from sparseloco.bootstrap.errors import StateError
-from sparseloco.node.catch_up import CatchUp, Chain
+from sparseloco.bootstrap.errors import NetworkError, StateError
+from sparseloco.node.catch_up import CatchUp, find_donors
+from sparseloco.node.chain import Chain
 from sparseloco.node.durable import OutOfDisk
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.progress import Progress
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # The base state's digest is ready long before the inner steps are; a machine that needs longer is hung.
 DIGEST_SECONDS = 600.0
+# After nobody could give the winning branch's state: until the next try, doubling.
+RESTORE_PAUSE_SECONDS, RESTORE_LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,10 @@ class Work:
         if manifest.round == GENESIS_ROUND:
             self.digest(GENESIS_ROUND)
             return
+        if manifest.round <= self.worker.state_round:  # a state further on was downloaded meanwhile
+            if manifest.round == self.worker.state_round:
+                self.digest(manifest.round)
+            return
         await self._check_base(manifest)
         group = [member.peer for member in manifest.group]
         blobs = await self.catch_up.blobs_of(manifest, lambda: group)
@@ -218,6 +225,51 @@ class Work:
             self.progress.contributions_returned += 1
             why = "not committed by the group" if decided.announced else "late"  # trained, but after the Close
             self.event("returned", manifest.round, why=why)
+
+    # --- changing branches ----------------------------------------------------------------------------------------
+
+    async def give_back(self, lost: Sequence[Manifest], instead: Sequence[Manifest]) -> None:
+        """End whatever is being done on the branch that lost, and return this node's contributions to it durably."""
+        self.stopped = True
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.gather(self._runner, return_exceptions=True)
+        self._jobs = asyncio.Queue()
+        returned: dict[int, bytes] = await self._on_torch_thread(self.worker.give_back, lost, instead)
+        self.progress.contributions_returned += len(returned)
+        for number in sorted(returned):
+            self.event("returned", number, why="its branch lost")
+        self._runner = asyncio.get_running_loop().create_task(self._run())
+
+    def follow_branch(self, fork_round: int) -> None:
+        """Queue the way from the state after the fork point to the head of the chain, which is the winning branch's by now."""
+        head = self.chain.head_round
+        self._jobs.put_nowait(lambda: self._follow_branch(fork_round, head))
+
+    async def _follow_branch(self, fork_round: int, head: int) -> None:
+        await asyncio.to_thread(self._forget_states_after, fork_round)
+        self.exchange.served.offer_checkpoints(self.state_bytes)
+        commit = self.chain.commits[head]
+        peers = [member.peer for member in commit.manifest.group]
+        pause = RESTORE_PAUSE_SECONDS
+        while True:
+            donors = await find_donors(self.catch_up.transport, peers, self.chain.rules.run)
+            try:
+                await self.catch_up.restore(donors, lambda done, total: None)
+                break
+            except NetworkError as error:
+                logger.warning("%s; trying again in %.0f s", error, pause)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, RESTORE_LONGEST_PAUSE_SECONDS)
+        reached = self.worker.state_round
+        digest = await asyncio.wrap_future(self.digest(reached))
+        self.event("caught_up", reached, state_digest=digest.hex())
+        logger.info("on the winning branch: round %d, state %s", reached, digest.hex()[:12])
+
+    def _forget_states_after(self, round_number: int) -> None:
+        self.store.own.remove_after(round_number)
+        with self._checkpoint_lock:
+            self.store.checkpoints.remove_after(round_number)
 
     # --- beside training ------------------------------------------------------------------------------------------
 

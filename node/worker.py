@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,8 +18,9 @@ import torch
 from sparseloco.bootstrap.errors import StateError
 from sparseloco.bootstrap.run_file import RunFile
 from sparseloco.compression.codec import NonFiniteError, decode, encode, norm
-from sparseloco.compression.error_feedback import accumulate, pseudo_gradient, residual
+from sparseloco.compression.error_feedback import accumulate, add_back, pseudo_gradient, residual
 from sparseloco.compression.layout import PayloadLayout
+from sparseloco.node.checkpoints import OwnState
 from sparseloco.node.contribution import ContributionError, ContributionHeader, open_contribution, pack_contribution
 from sparseloco.node.corpus import corpus_of_run
 from sparseloco.node.durable import OutOfDisk
@@ -78,6 +79,7 @@ class Worker:
         self.residual = empty_theta(self.specs)
         self.after_training_seconds = 0.0  # what encoding and writing took the last time
         self._buffers: dict[int, dict[str, torch.Tensor]] = {}  # a_t of the round that is not decided yet
+        self._given_back: set[bytes] = set()  # own payloads of a lost branch, which the residual holds again
 
     def _make_evaluator(self) -> Evaluator:
         data = self.run.data
@@ -96,35 +98,63 @@ class Worker:
 
         A record of a round the chain has not decided yet stays pending; its residual follows when it is.
         """
-        for round_number in reversed(self.store.own.rounds()):
-            try:
-                own = self.store.own.load(round_number)
-                self.loop.load_state_tensors(own.optimizer)
-            except StateError as error:
-                logger.warning("%s; the round before it is used", error)
-                continue
-            buffer = {name: own.a[name] for name in self.theta}
-            manifest = committed(round_number)
+        for own in self._own_states(committed):
+            self.loop.load_state_tensors(own.optimizer)
+            manifest = committed(own.round_number)
             if manifest is None:
-                self._buffers[round_number] = buffer
-                self._recover_residual_before(round_number, committed)
+                self._buffers[own.round_number] = {name: own.a[name] for name in self.theta}
+                self._recover_residual_before(own.round_number, committed)
             else:
-                self.residual = self._residual_after(manifest, buffer)
+                self._take_residual(own, manifest)
             return
 
     def _recover_residual_before(self, round_number: int, committed: Callable[[int], Manifest | None]) -> None:
         """The residual that entered an undecided round, in case that round's own buffer is trained anew."""
-        for earlier in reversed([n for n in self.store.own.rounds() if n < round_number]):
-            manifest = committed(earlier)
-            if manifest is None:
-                continue
+        for own in self._own_states(committed):
+            manifest = committed(own.round_number)
+            if own.round_number < round_number and manifest is not None:
+                self._take_residual(own, manifest)
+                return
+
+    def _own_states(self, committed: Callable[[int], Manifest | None]) -> Iterator[OwnState]:
+        """The own records that are whole and of this chain, newest first: those of a branch that lost are passed over."""
+        returned = self._returned_state(committed)
+        for round_number in reversed(self.store.own.rounds()):
+            if returned is not None and round_number <= returned.record["head_round"]:
+                yield returned
+                returned = None
             try:
-                own = self.store.own.load(earlier)
+                own = self.store.own.load(round_number)
             except StateError as error:
                 logger.warning("%s; the round before it is used", error)
                 continue
-            self.residual = self._residual_after(manifest, {name: own.a[name] for name in self.theta})
-            return
+            manifest = committed(round_number)
+            undecided = self.digest(self.theta) if round_number == self.state_round + 1 else None
+            if own.record["base"] == (manifest.base.hex() if manifest is not None else undecided and undecided.hex()):
+                yield own
+        if returned is not None:
+            yield returned
+
+    def _returned_state(self, committed: Callable[[int], Manifest | None]) -> OwnState | None:
+        """The error feedback with which a lost branch was left, if this chain is the one that won."""
+        for round_number in self.store.returned.rounds():
+            try:
+                own = self.store.returned.load(round_number)
+            except StateError as error:
+                logger.warning("%s; what was given back after a lost branch is missing from the error feedback", error)
+                continue
+            manifest = committed(round_number)
+            if manifest is not None and manifest.digest.hex() == own.record["given_back_on"]:
+                return own
+        return None
+
+    def _take_residual(self, own: OwnState, manifest: Manifest) -> None:
+        buffer = {name: own.a[name] for name in self.theta}
+        if "given_back_on" in own.record:
+            self.residual = buffer
+            self._given_back = {bytes.fromhex(digest) for digest in own.record["payloads"]}
+        else:
+            self.residual = self._residual_after(manifest, buffer)
 
     def _residual_after(self, manifest: Manifest, buffer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """e = a - D if the round committed this peer's contribution, else e = a (ALGORITHM step 5, exact give-back)."""
@@ -188,7 +218,7 @@ class Worker:
         self.store.blobs.pin([digest])
         after_seconds = max(time.monotonic() - encoding, self.after_training_seconds)
         duration_ms = self._full_duration_ms(result, after_seconds)
-        record = {"payload": digest.hex(), "duration_ms": duration_ms, "result": asdict(result)}
+        record = {"payload": digest.hex(), "duration_ms": duration_ms, "result": asdict(result), "base": header.base.hex()}
         try:
             self.store.own.save(round_number, buffer, self.loop.state_tensors(), record)
         except OutOfDisk:
@@ -244,9 +274,80 @@ class Worker:
         buffer = self._buffers.pop(manifest.round, None)
         if buffer is not None:
             self.residual = self._residual_after(manifest, buffer)
+        elif any(c.peer == self.peer_id and c.payload in self._given_back for c in manifest.contributions):
+            self.residual = self._residual_after(manifest, self.residual)  # announced before it changed branches, committed after
         self.theta = {spec.name: tensor for spec, tensor in zip(self.layout.specs, stepped, strict=True)}
         self.state_round = manifest.round
         return buffer is not None
+
+    # --- changing branches (rule 19) ------------------------------------------------------------------------------
+
+    def give_back(self, lost: Sequence[Manifest], instead: Sequence[Manifest]) -> dict[int, bytes]:
+        """Put this node's contributions to lost rounds back into the error feedback, durably; returns them by round.
+
+        `lost` are the manifests after the fork point, oldest first, `instead` the winning branch's. A contribution that the
+        winning branch committed as well is not given back. The undecided round's buffer becomes the residual as it is; so does
+        the last lost round's, if nothing was trained since (both bit for bit). Earlier ones are added: equal up to rounding. A
+        lost round that was not applied yet was not subtracted either.
+        """
+        kept = {c.payload for manifest in instead for c in manifest.contributions if c.peer == self.peer_id}
+        returned = {
+            manifest.round: c.payload
+            for manifest in lost
+            for c in manifest.contributions
+            if c.peer == self.peer_id and c.payload not in kept
+        }
+        subtracted = {number: payload for number, payload in returned.items() if number <= self.state_round}
+        open_round = self.state_round + 1
+        undecided = self._buffers.pop(open_round, None)
+        if undecided is not None:
+            self.residual = undecided
+            returned[open_round] = self._payload_of(open_round)
+        for manifest in reversed(lost):
+            if manifest.round not in subtracted:
+                continue
+            buffer = self._buffer_of(manifest) if undecided is None and manifest.round == self.state_round else None
+            if buffer is not None:
+                self.residual = buffer
+            else:
+                self._add_back(manifest, subtracted[manifest.round])
+        payloads = set(returned.values()) | self._given_back
+        self._buffers.clear()
+        self._given_back = payloads
+        record = {
+            "given_back_on": instead[0].digest.hex(),
+            "head_round": instead[-1].round,
+            "payloads": sorted(payload.hex() for payload in payloads),
+        }
+        self.store.returned.save(instead[0].round, self.residual, self.loop.state_tensors(), record)
+        return returned
+
+    def _buffer_of(self, manifest: Manifest) -> dict[str, torch.Tensor] | None:
+        """a_t of a decided round from the disk, None if it is not there whole."""
+        try:
+            own = self.store.own.load(manifest.round)
+        except StateError:
+            return None
+        fits = own.record.get("base") == manifest.base.hex()
+        return {name: own.a[name] for name in self.theta} if fits else None
+
+    def _payload_of(self, round_number: int) -> bytes:
+        """The digest of what was trained for a round, empty if the record of it is gone."""
+        try:
+            return bytes.fromhex(self.store.own.load(round_number).record["payload"])
+        except (StateError, KeyError):
+            return b""
+
+    def _add_back(self, manifest: Manifest, payload: bytes) -> None:
+        blob = self.store.blobs.get(payload)
+        if blob is None:
+            logger.warning("this node's own payload of lost round %d is missing; that contribution is lost", manifest.round)
+            return
+        decoded = decode(self.open(blob, manifest, self.peer_id), self.layout)
+        self.residual = {
+            spec.name: add_back(self.residual[spec.name], tensor)
+            for spec, tensor in zip(self.layout.specs, decoded, strict=True)
+        }
 
     def digest(self, theta: Mapping[str, torch.Tensor]) -> bytes:
         return state_digest(theta)

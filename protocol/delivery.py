@@ -24,6 +24,7 @@ class PeerView:
     session: bytes
     last_heard: float
     head_round: int
+    head: bytes
     attempt: int
     leaving: bool
 
@@ -36,7 +37,7 @@ class Liveness:
         self.peers: dict[str, PeerView] = {}
 
     def heard(self, peer: str, beat: Heartbeat, now: float) -> None:
-        self.peers[peer] = PeerView(beat.session, now, beat.head_round, beat.attempt, beat.leaving)
+        self.peers[peer] = PeerView(beat.session, now, beat.head_round, beat.head, beat.attempt, beat.leaving)
 
     def last_word(self, peer: str, now: float) -> tuple[bytes, float] | None:
         """The session in which a peer was last heard, and how many seconds ago; None if it never was."""

@@ -6,7 +6,7 @@ before sending" (rule 13) reads in code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +82,18 @@ class LeaveRequested:
     """The node wants to leave cleanly."""
 
 
-Event = Tick | Received | PeerSeen | Trained | Settled | StateDigest | LeaveRequested
+@dataclass(frozen=True, slots=True)
+class BranchFetched:
+    """What `FetchBranch` found: the last common manifest's commit (None: not even the genesis is common), this node's commits
+    after it and the peer's, oldest first, signatures verified."""
+
+    peer: str
+    fork: Commit | None
+    mine: tuple[Commit, ...]
+    theirs: tuple[Commit, ...]
+
+
+Event = Tick | Received | PeerSeen | Trained | Settled | StateDigest | LeaveRequested | BranchFetched
 
 # --- effects --------------------------------------------------------------------------------------------------------
 
@@ -145,6 +156,41 @@ class ServeCommits:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchBranch:
+    """`peer` is on another branch of the run: fetch its commits from the last common one on, then report `BranchFetched`."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class RollBack:
+    """This node's branch lost (rule 19): give its own contributions in `lost` back, put `commits` in their place durably, take
+    the state after the fork point and apply them. The vote log stays as it is."""
+
+    fork_round: int
+    lost: tuple[Commit, ...]
+    commits: tuple[Commit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopAndAsk:
+    """This node's branch lost, and it is longer than may be rolled back without asking."""
+
+    depth_rounds: int
+    mine: Commit
+    theirs: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Rule 15: two statements of one peer that no honest peer makes together; keep them."""
+
+    peer: str
+    first: Signed
+    second: Signed
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """Something to log and to write to events.jsonl."""
 
@@ -153,7 +199,7 @@ class Note:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-Effect = Persist | Send | Train | Reveal | Fetch | Adopt | ServeCommits | Note
+Effect = Persist | Send | Train | Reveal | Fetch | Adopt | ServeCommits | FetchBranch | RollBack | StopAndAsk | Proof | Note
 
 # --- records --------------------------------------------------------------------------------------------------------
 
@@ -192,7 +238,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """This node signed a first group."""
+    """This node signed a first group or a regroup."""
 
     form: Signed
 
@@ -204,7 +250,28 @@ class Committed:
     commit: Commit
 
 
+# Records of undecided rounds on branches that were left; far above what a node says in one round.
+KEPT_RECORDS = 4096
 Record = Announced | DoorClosed | Said | Voted | Formed | Committed
+
+
+def parent_of(record: Record) -> bytes:
+    """The digest of the manifest in whose round a record binds its node."""
+    match record:
+        case Announced(signed) | Voted(signed) | Said(signed) | Formed(signed):
+            return signed.message.header.parent
+        case DoorClosed(parent):
+            return parent
+        case Committed(commit):
+            return commit.manifest.parent
+
+
+def still_binding(records: Iterable[Record], commit: Commit) -> Sequence[Record]:
+    """What is kept of the vote log when `commit` is durable: what was said in rounds that a change of branches left undecided.
+
+    This node could come back to them. The round just decided binds nobody any more, nor does forming once there is a genesis.
+    """
+    return [r for r in records if parent_of(r) != commit.manifest.parent and not isinstance(r, Formed)][-KEPT_RECORDS:]
 
 
 def encode_record(record: Record) -> bytes:

@@ -20,6 +20,8 @@ from sparseloco.protocol.messages import (
     Announce,
     Check,
     Close,
+    Form,
+    FormKey,
     Join,
     Leave,
     Proposal,
@@ -29,6 +31,11 @@ from sparseloco.protocol.messages import (
 from sparseloco.protocol.rules import Rules
 
 K = TypeVar("K")
+# Forms kept of one member: its newest. An older list can no longer be completed by anybody who still signs.
+KEPT_FORMS = 4
+# A Form this far beyond one's own newest is refused: signing it would use up the incarnations. A proposer makes at most one per
+# settle time, so a newcomer can still enter a forming that has failed for two days.
+INCARNATION_WINDOW = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,10 @@ class Evidence:
         self.manifests: dict[int, Manifest] = {}  # by attempt: what the attempt's proposal amounts to
         self.by_digest: dict[bytes, tuple[Manifest, Signed]] = {}
         self.votes: dict[tuple[int, int], dict[str, Signed]] = {}
+        self.forms: dict[FormKey, dict[str, Signed]] = {}
+        self.offences: dict[str, tuple[Signed, Signed]] = {}  # rule 15, by peer: two statements that cannot both be
         self.highest_attempt = 0
+        self.incarnation = -1  # of the holder's own newest Form; those too far beyond it are not kept
         self.attempt = 0  # the holder's own; statements too far beyond it are not kept
         self._tally: dict[tuple[int, int], Counter[bytes]] = {}
 
@@ -122,6 +132,8 @@ class Evidence:
             case Proposal(attempt=attempt):
                 self._check_leader(sender, attempt, "Proposal")
                 return self._add_proposal(attempt, signed)
+            case Form():
+                return self._add_form(sender, signed)
             case Vote(phase=phase, attempt=attempt):
                 votes = self.votes.setdefault((phase, attempt), {})
                 added = self._once(votes, sender, signed, PHASE_NAMES[phase])
@@ -135,7 +147,38 @@ class Evidence:
         known = table.setdefault(key, signed)
         if known is signed or known.digest == signed.digest:
             return known is signed
+        self._contradicts(known, signed)
         raise RemoteProtocolError("equivocation", f"{signed.message.header.sender} made two different {what}s")
+
+    def _contradicts(self, known: Signed, signed: Signed) -> None:
+        """Rule 15: keep the first proof against each peer."""
+        self.offences.setdefault(signed.message.header.sender, (known, signed))
+
+    def _add_form(self, sender: str, signed: Signed) -> bool:
+        form = signed.message
+        assert isinstance(form, Form)
+        if not set(form.members) <= set(self.parent.group):
+            raise RemoteProtocolError("form", f"{sender} lists somebody from outside round {self.round}'s group")
+        if len(form.members) < self.rules.membership.min_peers:
+            raise RemoteProtocolError("form", f"a list of {len(form.members)}, min_peers is {self.rules.membership.min_peers}")
+        if form.incarnation > self.incarnation + INCARNATION_WINDOW:
+            raise RemoteProtocolError("incarnation", f"incarnation {form.incarnation} is too far beyond {self.incarnation}")
+        theirs = sorted(key for key, signers in self.forms.items() if sender in signers)
+        for key in theirs:
+            if key[0] == form.incarnation:
+                self._once({sender: self.forms[key][sender]}, sender, signed, "Form")
+        if len(theirs) >= KEPT_FORMS:
+            if form.incarnation < theirs[0][0]:
+                return False
+            dropped = self.forms[theirs[0]].pop(sender)
+            self.messages.pop(dropped.held_id, None)
+        self.forms.setdefault(form.key, {})[sender] = signed
+        return True
+
+    @property
+    def bound(self) -> set[str]:
+        """Members that signed a regroup and so vote no more in this round."""
+        return {peer for signers in self.forms.values() for peer in signers}
 
     def _check_leader(self, sender: str, attempt: int, what: str) -> None:
         if sender != self.leader(attempt):
@@ -162,6 +205,7 @@ class Evidence:
         if known is not None:
             assert isinstance(known.message, Check)
             if known.message.revision == message.revision and known.digest != signed.digest:
+                self._contradicts(known, signed)
                 raise RemoteProtocolError("equivocation", f"{sender} made two Checks of one revision")
             if known.message.revision >= message.revision:
                 return False

@@ -11,19 +11,13 @@ from typing import TYPE_CHECKING
 from sparseloco.protocol.certificates import verify_genesis
 from sparseloco.protocol.errors import RemoteProtocolError
 from sparseloco.protocol.events import Formed, Note, Persist, Send
-from sparseloco.protocol.manifest import GENESIS_ROUND, Member, genesis_manifest
-from sparseloco.protocol.messages import NO_HEAD_ROUND, Commit, Form, Header, Heartbeat, Signed
+from sparseloco.protocol.evidence import INCARNATION_WINDOW, KEPT_FORMS
+from sparseloco.protocol.manifest import GENESIS_ROUND, Manifest, Member, genesis_manifest
+from sparseloco.protocol.messages import NO_HEAD_ROUND, Commit, Form, FormKey, Header, Heartbeat, Signed
 from sparseloco.protocol.rules import Rules
 
 if TYPE_CHECKING:
     from sparseloco.protocol.machine import Machine
-
-# Forms kept of one sender: its newest. An older list can no longer be completed by anybody who still signs.
-KEPT_FORMS = 4
-# A Form this far beyond one's own newest is refused: signing it would use up the incarnations. A proposer makes at most one per
-# settle time, so a newcomer can still enter a forming that has failed for two days.
-INCARNATION_WINDOW = 2**16
-
 
 class Forming:
     """The state of a peer that knows no genesis manifest yet."""
@@ -32,7 +26,7 @@ class Forming:
         self.me = me
         self.rules = rules
         self.messages: dict[bytes, Signed] = {}
-        self._forms: dict[tuple[int, tuple[Member, ...]], dict[str, Signed]] = {}
+        self._forms: dict[FormKey, dict[str, Signed]] = {}
         self._view: tuple[Member, ...] = ()
         self._changed = 0.0
         self._signed_incarnation = -1
@@ -68,7 +62,9 @@ class Forming:
         # Whoever is heard is bounded, so what is kept is; a list signed here is completed whoever is silent by now.
         view = machine.liveness.peers.get(header.sender)
         heard = view is not None and view.session == header.session
-        signed_here = self.me.peer in self._forms.get((form.incarnation, form.members), {})
+        if form.manifest != self._genesis(form.members).digest:
+            raise RemoteProtocolError("genesis", "a first group's list with another manifest than the run file gives it")
+        signed_here = self.me.peer in self._forms.get(form.key, {})
         if self.me in form.members and (heard or signed_here):
             self._store(signed)
 
@@ -77,15 +73,12 @@ class Forming:
 
     def advance(self, machine: Machine) -> Commit | None:
         """Propose or sign a first group where the rules say so; the genesis commit once a group is complete."""
-        for (incarnation, members), forms in self._forms.items():
+        for (incarnation, members, _), forms in self._forms.items():
             # Only the proposer completes a list, and only its newest: it decides once, so two lists of one proposer never both
             # become a first group. The others take the commit from it.
             newest = members[0] == self.me and incarnation == self._signed_incarnation
             if newest and len(forms) == len(members):
-                manifest = genesis_manifest(
-                    self.rules.run, self.rules.genesis_state, members, self.rules.membership.budget_cap_ms
-                )
-                return Commit(manifest, tuple(forms[peer] for peer in sorted(forms)))
+                return Commit(self._genesis(members), tuple(forms[peer] for peer in sorted(forms)))
         view = self._live(machine)
         if view != self._view:
             self._view, self._changed = view, machine.now
@@ -104,6 +97,9 @@ class Forming:
             self._sign(machine, self._signed_incarnation + 1, view)
             return self.advance(machine) if len(view) == 1 else None
         return None
+
+    def _genesis(self, members: tuple[Member, ...]) -> Manifest:
+        return genesis_manifest(self.rules.run, self.rules.genesis_state, members, self.rules.membership.budget_cap_ms)
 
     def _live(self, machine: Machine) -> tuple[Member, ...]:
         limit = machine.now - self.rules.detection_seconds
@@ -124,7 +120,7 @@ class Forming:
 
     def _sign_others(self, machine: Machine, view: tuple[Member, ...]) -> None:
         """Sign what the lowest peer of a list proposed, if all of it is alive here and the incarnation is new to us."""
-        for (incarnation, members), forms in list(self._forms.items()):
+        for (incarnation, members, _), forms in list(self._forms.items()):
             proposed = members[0].peer in forms and self.me.peer not in forms
             newer = incarnation > self._signed_incarnation
             if proposed and newer and set(members) <= set(view) and self._may_leave_out(members, machine.now):
@@ -132,7 +128,7 @@ class Forming:
 
     def _sign(self, machine: Machine, incarnation: int, members: tuple[Member, ...]) -> None:
         header = Header(self.rules.run, GENESIS_ROUND, self.rules.placeholder_parent(), self.me.peer, self.me.session)
-        signed = machine.sign(Form(header, incarnation, members))
+        signed = machine.sign(Form(header, incarnation, members, self._genesis(members).digest))
         self._signed_incarnation, self._signed_at, self._signed_members = incarnation, machine.now, members
         machine.emit(Persist(Formed(signed)))
         self._store(signed)
@@ -143,7 +139,7 @@ class Forming:
     def _store(self, signed: Signed) -> None:
         form = signed.message
         assert isinstance(form, Form)
-        forms = self._forms.setdefault((form.incarnation, form.members), {})
+        forms = self._forms.setdefault(form.key, {})
         if form.header.sender not in forms:
             forms[form.header.sender] = signed
             self.messages[signed.held_id] = signed

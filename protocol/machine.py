@@ -13,33 +13,40 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from sparseloco.protocol.certificates import verify_commit
+from sparseloco.protocol.certificates import is_regroup, verify_commit
 from sparseloco.protocol.delivery import Delivery, Liveness
 from sparseloco.protocol.errors import LocalProtocolError, RemoteProtocolError
 from sparseloco.protocol.events import (
     Adopt,
     Announced,
+    BranchFetched,
     Committed,
     DoorClosed,
     Effect,
     Event,
+    FetchBranch,
     Formed,
     LeaveRequested,
     Note,
     PeerSeen,
     Persist,
+    Proof,
     Received,
     Record,
+    RollBack,
     Said,
     Send,
     ServeCommits,
     Settled,
     StateDigest,
+    StopAndAsk,
     Tick,
     Trained,
     Voted,
+    parent_of,
 )
 from sparseloco.protocol.evidence import Evidence
+from sparseloco.protocol.forks import Branch, theirs_wins, verify_branch
 from sparseloco.protocol.forming import Forming
 from sparseloco.protocol.manifest import GENESIS_ROUND, Member, tolerated_liars
 from sparseloco.protocol.messages import (
@@ -61,6 +68,8 @@ from sparseloco.protocol.rules import Rules
 
 # Commits kept in memory to answer peers that are a few rounds behind; older ones are served from the chain on disk.
 RECENT_COMMITS = 32
+# Peers whose branch was asked for lately; far above a group, and a bound on what strangers can make one remember.
+BRANCHES_ASKED = 256
 # Commits sent in answer to one heartbeat of a peer that is behind.
 COMMITS_PER_ANSWER = 4
 # A peer that discovery reported and that never answers is heartbeat for this many detection times, until it is reported again.
@@ -75,7 +84,9 @@ class Machine:
     """One peer's side of every round from `head` on.
 
     `sign` puts this node's signature under a message; `rng` chooses whom to forward to and nothing else; `records` are what an
-    earlier process of the same session persisted, in order. `state_digest` is the digest of the state after `head`, if known.
+    earlier process of the same session persisted, in order. `state_digest` is the digest of the state after `head`, if known;
+    `recent` are the commits up to and with `head` that are still to be told from another branch's; `banned` are peers that
+    were found out earlier (rule 15).
     """
 
     # The rules of one round; a test replaces it to switch one of them off.
@@ -91,6 +102,8 @@ class Machine:
         head: Commit | None,
         state_digest: bytes | None = None,
         records: Sequence[Record] = (),
+        recent: Sequence[Commit] = (),
+        banned: Iterable[str] = (),
     ) -> None:
         self.me = me
         self.rules = rules
@@ -108,7 +121,11 @@ class Machine:
         self._restored = list(records)
         self._restore_head = head
         self._state_digest = state_digest
-        self._recent: deque[Commit] = deque(maxlen=RECENT_COMMITS)
+        self._recent: deque[Commit] = deque(recent, maxlen=max(RECENT_COMMITS, rules.max_rollback_rounds + 2))
+        self.banned = set(banned)
+        self._said: list[Record] = []  # everything persisted or restored since the head was adopted
+        self._left: dict[bytes, tuple[Record, ...]] = {}  # by parent: what was said in rounds that a rollback left undecided
+        self._branch_asked: dict[str, float] = {}  # by peer: when its branch was last asked for
         self._future: dict[str, list[Signed]] = {}
         self._candidates: dict[str, float] = {}  # by peer: until when it is heartbeat without an answer
         self._refused: set[tuple[str, str, str]] = set()
@@ -142,6 +159,8 @@ class Machine:
             case StateDigest(number, digest):
                 if self.head is not None and number == self.head.manifest.round:
                     self._state_digest = digest
+            case BranchFetched():
+                self._choose_branch(event)
             case LeaveRequested():
                 self._leave()
             case Tick():
@@ -180,6 +199,7 @@ class Machine:
         self.emit(Note(event, number, fields))
 
     def persist(self, record: Record) -> None:
+        self._said.append(record)
         self.emit(Persist(record))
 
     # --- starting and restarting ----------------------------------------------------------------------------------
@@ -187,21 +207,29 @@ class Machine:
     def _start(self) -> None:
         if self._restore_head is not None:
             self.head = self._restore_head
-            self._recent.append(self.head)
+            if not self._recent:
+                self._recent.append(self.head)
             self._begin_round()
         for record in self._restored:
             match record:
-                case Formed(form):
+                case Formed(form) if form.message.header.round == GENESIS_ROUND:
                     self.forming.restore(form)
-                case Announced() | DoorClosed() | Said() | Voted():
-                    if self.round is not None:
-                        self.round.restore(record)
+                case Announced() | DoorClosed() | Said() | Voted() | Formed():
+                    self._restore(record)
                 case Committed():
                     raise LocalProtocolError("the chain's head is passed as `head`, not as a record")
         self._restored.clear()
         if self.round is not None:
             for signed in self.round.evidence.messages.values():
                 self.delivery.noted(signed.held_id, (), self.now)
+
+    def _restore(self, record: Record) -> None:
+        parent = parent_of(record)
+        if self.round is not None and parent == self._head_digest:
+            self._said.append(record)
+            self.round.restore(record)
+        elif self.round is not None:
+            self._left[parent] = (*self._left.get(parent, ()), record)
 
     def _begin_round(self) -> None:
         assert self.head is not None
@@ -211,6 +239,9 @@ class Machine:
         self._refused.clear()
         self.round = self.round_factory(self, Evidence(manifest, self.rules))
         self.round.begin()
+        self._said = list(self._left.pop(manifest.digest, ()))
+        for record in self._said:  # this node was here before it changed branches: what it said then binds it
+            self.round.restore(record)
         buffered, self._future = self._future, {}
         for messages in buffered.values():
             for signed in messages:
@@ -309,6 +340,8 @@ class Machine:
             if refusal in self._refused or len(self._refused) >= NOTED_REFUSALS:
                 return False
             self._refused.add(refusal)
+            if error.rule == "equivocation" and self.round is not None:
+                self._keep_proofs()
             self.note("refused", peer=author, link=link, rule=error.rule, detail=error.detail)
             return False
 
@@ -317,7 +350,7 @@ class Machine:
             case Heartbeat():
                 return self._receive_heartbeat(link, frame)
             case Commit():
-                return self._receive_commit(frame)
+                return self._receive_commit(link, frame)
             case Signed():
                 return self._receive_signed(link, frame)
 
@@ -332,7 +365,12 @@ class Machine:
             raise RemoteProtocolError("observers", f"more than {self.rules.max_observers} peers from outside the group heartbeat")
         self.liveness.heard(link, beat, self.now)
         mine = self.head.manifest.round if self.head else NO_HEAD_ROUND
-        if beat.head_round < mine:
+        here = self._digest_at(beat.head_round)
+        if here is not None and here != beat.head:
+            self._ask_for_branch(link)
+            if beat.head_round < mine:  # what does not follow its head shows it that there is another branch
+                self._answer_with_commits(link, beat.head_round)
+        elif beat.head_round < mine:
             self._answer_with_commits(link, beat.head_round)
         elif self.head is not None and self.round is not None and beat.head == self.head.manifest.digest:
             if member is not None and member.session == beat.session:
@@ -358,7 +396,7 @@ class Machine:
         else:
             self.emit(ServeCommits(peer, head_round))
 
-    def _receive_commit(self, commit: Commit) -> bool:
+    def _receive_commit(self, link: str, commit: Commit) -> bool:
         manifest = commit.manifest
         if manifest.run != self.rules.run:
             raise RemoteProtocolError("other-run", "a commit of another run")
@@ -367,14 +405,121 @@ class Machine:
                 self.forming.check_commit(commit)
                 self._adopt(commit)
             return True
-        if manifest.round != self.head.manifest.round + 1:
+        here = self._digest_at(manifest.round)
+        next_one = manifest.round == self.head.manifest.round + 1
+        if (here is not None and here != manifest.digest) or (next_one and manifest.parent != self.head.manifest.digest):
+            self._ask_for_branch(link)
+            return False
+        if not next_one:
             return False  # of the past, or too far ahead: heartbeats bring what lies between
-        verify_commit(commit, self.head.manifest)
+        verify_commit(commit, self.head.manifest, self.rules)
+        if not self._may_follow(commit):
+            return False
         self._adopt(commit)
         return True
 
+    def _may_follow(self, commit: Commit) -> bool:
+        """A regroup binds its signers, and takes along whoever is left behind; not a group that still has its quorum."""
+        if not is_regroup(commit) or not self.is_member:
+            return True
+        signers = {signed.message.header.member for signed in commit.certificate}
+        return self.me in signers or self._heard_on({self._head_digest}) < self._head_quorum
+
+    @property
+    def _head_digest(self) -> bytes:
+        assert self.head is not None
+        return self.head.manifest.digest
+
+    @property
+    def _head_quorum(self) -> int:
+        assert self.head is not None
+        return self.head.manifest.quorum
+
+    # --- branches (rule 19) ---------------------------------------------------------------------------------------
+
+    def _digest_at(self, round_number: int) -> bytes | None:
+        """The digest of this node's own manifest of a round, if it is a recent one."""
+        if not self._recent:
+            return None
+        index = round_number - self._recent[0].manifest.round
+        return self._recent[index].manifest.digest if 0 <= index < len(self._recent) else None
+
+    def _ask_for_branch(self, peer: str) -> None:
+        """At most once per peer and detection time."""
+        if self.now < self._branch_asked.get(peer, -self.rules.detection_seconds) + self.rules.detection_seconds:
+            return
+        self._branch_asked.pop(peer, None)
+        if len(self._branch_asked) >= BRANCHES_ASKED:
+            del self._branch_asked[next(iter(self._branch_asked))]
+        self._branch_asked[peer] = self.now
+        self.emit(FetchBranch(peer))
+
+    def _heard_on(self, digests: set[bytes], head: Commit | None = None, *, beyond: bool = False) -> int:
+        """Members of a head's group (one's own by default) heard lately with one of these heads, oneself included.
+
+        `beyond`: or with a later head that is none of this node's own.
+        """
+        commit = head if head is not None else self.head
+        assert commit is not None
+        limit = self.now - self.rules.detection_seconds
+        count = 0
+        for member in commit.manifest.group:
+            view = self.liveness.peers.get(member.peer)
+            if member == self.me:
+                count += self.head is not None and self._head_digest in digests
+            elif view is not None and view.session == member.session and view.last_heard >= limit:
+                later = beyond and view.head_round > commit.manifest.round and self._digest_at(view.head_round) != view.head
+                count += view.head in digests or later
+        return count
+
+    def _choose_branch(self, fetched: BranchFetched) -> None:
+        """Stay or change sides; a peer's branch that does not hold together is refused under its name."""
+        tip = fetched.mine[-1] if fetched.mine else fetched.fork
+        if self.head is None or tip is None or tip.manifest.digest != self._head_digest or not fetched.theirs:
+            return  # this node went on meanwhile; the next heartbeat asks again
+        fork = fetched.fork.manifest if fetched.fork is not None else None
+        try:
+            verify_branch(fork, fetched.theirs, self.rules)
+        except RemoteProtocolError as error:
+            self.note("refused", peer=fetched.peer, link=fetched.peer, rule=error.rule, detail=error.detail)
+            return
+        own = {commit.manifest.digest for commit in fetched.mine} | {self._head_digest}
+        if self.round is not None and self.now < self.round.started + self.rules.detection_seconds:
+            own.add(self.head.manifest.parent)  # whoever was there a moment ago has not had the time to say where it is now
+        mine = Branch(fetched.mine, self._heard_on(own) >= self._head_quorum)
+        head = fetched.theirs[-1]
+        digests = {commit.manifest.digest for commit in fetched.theirs}
+        theirs = Branch(fetched.theirs, self._heard_on(digests, head, beyond=True) >= head.manifest.quorum)
+        if not theirs_wins(fork, mine, theirs):
+            return
+        if len(fetched.mine) > self.rules.max_rollback_rounds:
+            self.emit(StopAndAsk(len(fetched.mine), self.head, head))
+            return
+        self._change_branch(fork.round if fork is not None else GENESIS_ROUND - 1, fetched.mine, fetched.theirs)
+
+    def _change_branch(self, fork_round: int, mine: tuple[Commit, ...], theirs: tuple[Commit, ...]) -> None:
+        assert self.head is not None
+        self._left[self._head_digest] = tuple(self._said)
+        self.emit(RollBack(fork_round, mine, theirs))
+        while self._recent and self._recent[-1].manifest.round > fork_round:
+            self._recent.pop()
+        self._recent.extend(theirs)
+        self.head = theirs[-1]
+        self._state_digest = self.rules.genesis_state if self.head.manifest.round == GENESIS_ROUND else None
+        self.note("rolled_back", to_round=fork_round, lost=len(mine), head_round=self.head.manifest.round)
+        self._begin_round()
+
+    def _keep_proofs(self) -> None:
+        """Rule 15: whoever said two things on one matter is found out; the proof is kept and his contributions count no more."""
+        assert self.round is not None
+        for peer, (first, second) in self.round.evidence.offences.items():
+            if peer not in self.banned:
+                self.banned.add(peer)
+                self.emit(Proof(peer, first, second))
+                self.note("evidence", peer=peer, rule="equivocation", first=first.digest.hex(), second=second.digest.hex())
+
     def _receive_signed(self, link: str, signed: Signed) -> bool:
-        if isinstance(signed.message, Form):
+        if isinstance(signed.message, Form) and signed.message.header.round == GENESIS_ROUND:
             if self.head is None:
                 self.forming.receive(signed, self)
             return self.head is None
@@ -389,6 +534,10 @@ class Machine:
         if header.round < self.round.number:
             if header.sender == link and header.member != self.me:
                 self._answer_with_commits(link, header.round - 1)
+            return False
+        if header.parent != self._head_digest:
+            if header.sender == link:
+                self._ask_for_branch(link)
             return False
         if not self.round.evidence.add(signed):
             return False
@@ -487,6 +636,9 @@ class Machine:
         self._tell_commit(commit)
         self.emit(Adopt(commit, committed, announced, attempt))
         contributors = [contribution.peer for contribution in manifest.contributions]
+        if is_regroup(commit):
+            group = [member.peer for member in manifest.group]
+            self.emit(Note("regrouped", manifest.round, {"group": group, "contributors": contributors}))
         if manifest.round != GENESIS_ROUND:
             self.emit(Note("decided", manifest.round, {"attempt": attempt, "contributors": contributors}))
         self._begin_round()
@@ -511,7 +663,7 @@ class Machine:
             view = self.liveness.peers.get(member.peer)
             if view is None or view.session != member.session:
                 continue
-            if view.head_round == self.head.manifest.round and view.attempt > self.round.attempt:
+            if view.head == self._head_digest and view.attempt > self.round.attempt:
                 ahead[member.peer] = max(ahead.get(member.peer, 0), view.attempt)
         ahead.pop(self.me.peer, None)
         needed = tolerated_liars(len(self.head.manifest.group)) + 1

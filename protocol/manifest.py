@@ -184,6 +184,12 @@ class CloseFacts:
     leavers: frozenset[Member]
 
 
+def regroup_manifest(parent: Manifest, base: bytes, members: Iterable[Member], rules: MembershipRules) -> Manifest:
+    """Rule 17: what is left of parent's group goes on from the state after it (`base`), without contributions."""
+    group = tuple(sorted(members))
+    return Manifest(parent.run, parent.round + 1, parent.digest, base, (), group, rules.budget_cap_ms)
+
+
 def next_budget_ms(previous_ms: int, durations_ms: Sequence[int], rules: MembershipRules) -> int:
     """clamp(median + k x MAD of finish durations), in integers so that every peer gets the same.
 

@@ -40,6 +40,8 @@ PHASE_NAMES = {PREVOTE: "prevote", PRECOMMIT: "precommit"}
 NIL = b""
 # A peer that has seen no genesis yet heartbeats this round.
 NO_HEAD_ROUND = GENESIS_ROUND - 1
+# Incarnation, members and manifest digest of a Form.
+FormKey = tuple[int, tuple[Member, ...], bytes]
 # Public keys and signatures of the supported kinds (RSA-2048 to RSA-4096, Ed25519) stay below these.
 MAX_KEY_BYTES = 600
 MAX_SIGNATURE_BYTES = 512
@@ -261,26 +263,36 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A founder's signature under a first group: certified when every one of `members` signed the same incarnation."""
+    """A signature under a manifest that no quorum voted on: a first group's (rule 18) or that of a regroup (rule 17).
+
+    Certified when every one of `members` signed the same incarnation for the manifest of this digest.
+    """
 
     KIND: ClassVar[int] = 8
     header: Header
     incarnation: int
     members: tuple[Member, ...]
+    manifest: bytes
 
     def __post_init__(self) -> None:
         check_integer(self.incarnation, 0, MAX_INCARNATION, "incarnation")
         check_sorted_unique(self.members, "members")
+        check_bytes(self.manifest, DIGEST_BYTES, "manifest digest")
         if self.header.member not in self.members:
-            raise RemoteProtocolError("form", "a founder signs only a group that holds itself")
+            raise RemoteProtocolError("form", "a peer signs only a list that holds itself")
+
+    @property
+    def key(self) -> FormKey:
+        """What the signers of one certificate have in common."""
+        return self.incarnation, self.members, self.manifest
 
     def values(self) -> list[Any]:
-        return [self.incarnation, [[m.peer, m.session] for m in self.members]]
+        return [self.incarnation, [[m.peer, m.session] for m in self.members], self.manifest]
 
     @classmethod
     def parse(cls, header: Header, values: list[Any]) -> Form:
-        incarnation, members = fields(values, 2, what="Form")
-        return cls(header, incarnation, _members(members))
+        incarnation, members, manifest = fields(values, 3, what="Form")
+        return cls(header, incarnation, _members(members), manifest)
 
 
 Message = Announce | Leave | Join | Close | Check | Vote | Proposal | Form
@@ -384,7 +396,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A manifest with its certificate: a quorum of precommits of one attempt, or the Forms of every first member."""
+    """A manifest with its certificate: a quorum of precommits of one attempt, or the Forms of everybody on one list."""
 
     KIND: ClassVar[int] = 21
     manifest: Manifest

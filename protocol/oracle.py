@@ -7,9 +7,10 @@ together. Comparing adopted digests alone would miss forks that nobody happened 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sparseloco.protocol.certificates import is_regroup
 from sparseloco.protocol.events import Adopt
 from sparseloco.protocol.manifest import GENESIS_ROUND, Manifest, Member
 from sparseloco.protocol.messages import NIL, PRECOMMIT, Announce, Check, Close, Commit, Form, Proposal, Signed, Vote
@@ -37,8 +38,9 @@ class Oracle:
         self._precommits: dict[tuple[bytes, int, bytes], set[Member]] = defaultdict(set)
         self._certified: dict[bytes, bytes] = {}
         self._manifests: dict[bytes, Manifest] = {}
-        self._adopted: dict[bytes, bytes] = {}
-        self._states: dict[int, bytes] = {}
+        self._adopted: dict[bytes, bytes] = {}  # by parent: what a quorum's votes made its successor
+        self._regrouped: dict[bytes, dict[bytes, Commit]] = defaultdict(dict)  # by parent: what regroups made of it
+        self._states: dict[bytes, bytes] = {}
         self._announced: dict[tuple[str, bytes], bytes] = {}
         self._seen_payload: dict[tuple[str, bytes], float] = {}
         self._valid_marks: dict[bytes, set[str]] = defaultdict(set)
@@ -64,7 +66,7 @@ class Oracle:
             return
         self._said.add(signed.digest)
         message = signed.message
-        if self._swarm.profile.durable:
+        if self._swarm.profile.durable and message.header.sender not in self._swarm.liars:
             self._contradicts_nothing(signed)
         if isinstance(message, Vote) and message.phase == PRECOMMIT and message.digest != NIL:
             self._precommitted(message)
@@ -121,12 +123,14 @@ class Oracle:
 
     def refused(self, peer: str, fields: Mapping[str, Any]) -> None:
         rule = fields["rule"]
+        if self._swarm.liars & {fields["peer"], fields["link"]} or peer in self._swarm.liars:
+            return
         if rule not in HONEST_REFUSALS and self._swarm.profile.durable:
             self.fail("honest-refusal", f"{peer} refused {fields['peer']}: {rule}: {fields['detail']}")
 
     # --- what is adopted ------------------------------------------------------------------------------------------
 
-    def adopted(self, peer: str, adopt: Adopt, own_payloads: Mapping[int, bytes]) -> None:
+    def adopted(self, peer: str, adopt: Adopt, own_payloads: Mapping[bytes, bytes]) -> None:
         """A peer adopted a manifest: one per parent, only what a quorum checked, and its own contribution accounted for."""
         manifest = adopt.commit.manifest
         self.commits += 1
@@ -134,9 +138,7 @@ class Oracle:
         if manifest.digest not in self.first_adopted:
             self.first_adopted[manifest.digest] = self._swarm.now
             self._in_time(manifest)
-        previous = self._adopted.setdefault(manifest.parent, manifest.digest)
-        if previous != manifest.digest:
-            self.fail("agreement", f"{peer} adopted another manifest {manifest.round} than its fellows")
+        self._one_successor(peer, adopt.commit)
         if manifest.round == GENESIS_ROUND:
             return
         group = self._manifests[manifest.parent]
@@ -155,7 +157,31 @@ class Oracle:
                 self.fail("nothing-lost", f"only {holders} peers hold a payload that round {manifest.round} committed")
         self._accounted(peer, adopt, own_payloads)
 
-    def _accounted(self, peer: str, adopt: Adopt, own_payloads: Mapping[int, bytes]) -> None:
+    def _one_successor(self, peer: str, commit: Commit) -> None:
+        """Votes give a manifest one successor; a regroup may give it another only out of reach of any quorum."""
+        manifest = commit.manifest
+        parent = self._manifests.get(manifest.parent)
+        if is_regroup(commit) or (manifest.round == GENESIS_ROUND and commit.certificate):
+            self._regrouped[manifest.parent][manifest.digest] = commit
+        elif self._adopted.setdefault(manifest.parent, manifest.digest) != manifest.digest:
+            self.fail("agreement", f"{peer} adopted another manifest {manifest.round} than its fellows")
+        voted = self._adopted.get(manifest.parent)
+        for digest, regroup in self._regrouped[manifest.parent].items():
+            signers = len({s.message.header.member for s in regroup.certificate} - self._lying(regroup))
+            if parent is not None and voted not in (None, digest) and signers > len(parent.group) - parent.quorum:
+                self.fail("agreement", f"round {manifest.round} was voted on behind the back of {signers} that had regrouped")
+
+    def _lying(self, commit: Commit) -> set[Member]:
+        return {s.message.header.member for s in commit.certificate if s.message.header.sender in self._swarm.liars}
+
+    def rolled_back(self, peer: str, lost: Sequence[Commit], own_payloads: Mapping[bytes, bytes]) -> None:
+        """Only a regroup's fork is rolled back, and every contribution in the lost rounds is still there to be given back."""
+        for commit in lost:
+            for contribution in commit.manifest.contributions:
+                if contribution.peer == peer and own_payloads.get(commit.manifest.parent) is None:
+                    self.fail("nothing-lost", f"{peer} no longer holds its contribution to lost round {commit.manifest.round}")
+
+    def _accounted(self, peer: str, adopt: Adopt, own_payloads: Mapping[bytes, bytes]) -> None:
         """Whoever announced learns whether it was committed or returned, and still holds it either way."""
         manifest = adopt.commit.manifest
         own = self._announced.get((peer, manifest.parent))
@@ -163,7 +189,7 @@ class Oracle:
             return
         if not adopt.announced:
             self.fail("nothing-lost", f"{peer} forgot its announcement when round {manifest.round} was decided")
-        if own and own_payloads.get(manifest.round) != own:
+        if own and own_payloads.get(manifest.parent) != own:
             self.fail("nothing-lost", f"{peer} no longer holds what it announced in round {manifest.round}")
         counted = any(c.peer == peer and c.payload == own for c in manifest.contributions)
         if adopt.committed != counted:
@@ -189,9 +215,9 @@ class Oracle:
         if seconds > bound:
             self.fail("progress", f"round {manifest.round} took {seconds:.1f} s without a crash, its bound is {bound:.1f} s")
 
-    def state(self, peer: str, number: int, digest: bytes) -> None:
-        if self._states.setdefault(number, digest) != digest:
-            self.fail("agreement", f"{peer} holds another state after round {number}")
+    def state(self, peer: str, manifest: bytes, digest: bytes) -> None:
+        if self._states.setdefault(manifest, digest) != digest:
+            self.fail("agreement", f"{peer} holds another state after manifest {manifest.hex()[:12]}")
 
     def known(self, commit: Commit) -> None:
         """A genesis that everybody knows beforehand, or a commit that is durable, though its peer may crash before it adopts it."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sparseloco.protocol.errors import LocalProtocolError
-from sparseloco.protocol.events import Announced, DoorClosed, Fetch, Persist, Record, Reveal, Said, Train, Trained, Voted
+from sparseloco.protocol.events import Announced, DoorClosed, Fetch, Formed, Persist, Record, Reveal, Said, Train, Trained, Voted
 from sparseloco.protocol.evidence import Evidence, Prepared
 from sparseloco.protocol.manifest import Manifest, Member
 from sparseloco.protocol.messages import (
@@ -26,6 +26,7 @@ from sparseloco.protocol.messages import (
     Signed,
     Vote,
 )
+from sparseloco.protocol.regroup import Regroup
 
 if TYPE_CHECKING:
     from sparseloco.protocol.machine import Machine
@@ -59,6 +60,7 @@ class Round:
         self._cast: dict[tuple[int, int], bytes] = {}
         self._cast_at: dict[tuple[int, int], float] = {}
         self._met_quorum = False
+        self.regroup = Regroup(self, evidence)
 
     # --- beginning, restarting ------------------------------------------------------------------------------------
 
@@ -89,6 +91,8 @@ class Round:
                 self.evidence.add(said)
                 if isinstance(said.message, Check):
                     self._own_check, self._check_revision = said.message, said.message.revision + 1
+            case Formed(form) if form.message.header.parent == parent:
+                self.regroup.restore(form)
             case Voted(vote, proposal, prepared) if vote.message.header.parent == parent:
                 self._restore_vote(vote, proposal, prepared)
 
@@ -162,6 +166,9 @@ class Round:
 
     def advance(self) -> Commit | None:
         """Do whatever the rules now call for; the commit that ends the round, once there is one."""
+        commit = self.regroup.advance()
+        if commit is not None or self.regroup.bound:
+            return commit or self._decision()
         self._wait_for_founders()
         self._ask_for_training()
         self._announce()
@@ -292,14 +299,16 @@ class Round:
         if self._own_check is None and not complete and self.machine.now < self.closed_at + self.rules.exchange_seconds:
             return
         listed = set(self._own_check.valid) if self._own_check is not None and self._own_check.base == base else set()
-        found = {d for d, a in wanted.items() if self._settled.get(d) == "" and a.base == base}
+        banned = self.machine.banned
+        good = {d: a for d, a in wanted.items() if self._settled.get(d) == "" and a.header.sender not in banned}
+        found = {d for d, a in good.items() if a.base == base}
         if self._own_check is not None and found <= listed:
             return
         valid = tuple(sorted(found | listed))
         if self._check_revision > self.rules.check_resends:
             return
         group = self.evidence.parent.group
-        dead = tuple(m for m in group if m != self.me and (not self.machine.alive(m) or self.machine.leaving_member(m)))
+        dead = tuple(m for m in group if m != self.me and self._is_gone(m))
         check = Check(
             self.machine.header(), self._check_revision, base, valid, dead, self._ready_joiners(), self._duration_ms()
         )
@@ -308,11 +317,16 @@ class Round:
         self.machine.say(check)
         self.machine.note("checked", valid=len(valid), dead=len(dead), ready=len(check.ready))
 
+    def _is_gone(self, member: Member) -> bool:
+        """What this member's Check calls dead: silent, leaving, or found out (rule 15)."""
+        machine = self.machine
+        return not machine.alive(member) or machine.leaving_member(member) or member.peer in machine.banned
+
     def _ready_joiners(self) -> tuple[Member, ...]:
         limit = self.machine.now - self.rules.detection_seconds
         peers = self.machine.liveness.peers
         members = [signed.message.header.member for signed in self.evidence.joins.values()]
-        views = [(m, peers.get(m.peer)) for m in members]
+        views = [(m, peers.get(m.peer)) for m in members if m.peer not in self.machine.banned]
         ready = [m for m, v in views if v and v.session == m.session and v.last_heard >= limit and not v.leaving]
         return tuple(sorted(ready))
 

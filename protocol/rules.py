@@ -27,6 +27,7 @@ class Rules:
     future_messages: messages for the round after this one kept per sender.
     repair_messages: missing messages sent in answer to one heartbeat.
     max_observers: non-members (joiners, watchers) heartbeat and served.
+    max_rollback_rounds: a lost branch longer than this is not left without being asked (rule 19).
     """
 
     run: bytes
@@ -44,6 +45,7 @@ class Rules:
     future_messages: int = 16
     repair_messages: int = 64
     max_observers: int = 64
+    max_rollback_rounds: int = 16
     founders: tuple[str, ...] = ()
     admitted: frozenset[str] | None = None  # peer ids that may join; None: everybody
 

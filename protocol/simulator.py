@@ -6,7 +6,6 @@ seed gives the same events, so a failing seed is a test.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import random
@@ -19,10 +18,12 @@ from sparseloco.protocol.encoding import sha256
 from sparseloco.protocol.events import (
     Adopt,
     Announced,
+    BranchFetched,
     Committed,
     Effect,
     Event,
     Fetch,
+    FetchBranch,
     Formed,
     LeaveRequested,
     Note,
@@ -31,74 +32,33 @@ from sparseloco.protocol.events import (
     Received,
     Record,
     Reveal,
+    RollBack,
     Said,
     Send,
     ServeCommits,
     Settled,
     StateDigest,
+    StopAndAsk,
     Tick,
     Train,
     Trained,
     Voted,
+    still_binding,
 )
-from sparseloco.protocol.machine import COMMITS_PER_ANSWER, Machine
-from sparseloco.protocol.manifest import Member, MembershipRules
-from sparseloco.protocol.messages import Commit, Message, Signed, encode_body
+from sparseloco.protocol.machine import COMMITS_PER_ANSWER, RECENT_COMMITS, Machine
+from sparseloco.protocol.manifest import Member, MembershipRules, tolerated_liars
+from sparseloco.protocol.messages import NIL, Check, Close, Commit, Message, Signed, Vote, encode_body
 from sparseloco.protocol.oracle import Oracle, Violation
+from sparseloco.protocol.profiles import Profile
 from sparseloco.protocol.rules import FOUNDER_SESSION, Rules
 
 MachineFactory = Callable[..., Machine]
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """How bad the simulated world is. Seconds; probabilities per message.
-
-    crashes: crashes with restart per run. late_joiners: peers that start after some rounds. slow_peers: peers whose inner steps
-    take `slow_factor` times as long. durable: whether records survive a crash (switched off only to test the oracle).
-    power_cuts: moments at which every peer crashes at once and restarts. form: no founders in the run file. overrun: how far, as a
-    factor, a peer may misjudge the time it has left.
-    """
-
-    name: str = "consumer"
-    latency_seconds: tuple[float, float] = (0.02, 0.4)
-    tail_probability: float = 0.02
-    tail_seconds: float = 3.0
-    loss: float = 0.05
-    duplication: float = 0.02
-    crashes: int = 1
-    down_seconds: tuple[float, float] = (1.0, 20.0)
-    late_joiners: int = 0
-    leavers: int = 0
-    slow_peers: int = 1
-    slow_factor: float = 3.0
-    train_seconds: tuple[float, float] = (4.0, 8.0)
-    transfer_seconds: tuple[float, float] = (0.1, 1.5)
-    withhold: float = 0.02
-    durable: bool = True
-    power_cuts: int = 0
-    form: bool = False
-    min_peers: int = 2
-    overrun: float = 1.05
-    heartbeat_seconds: float = 1.5
-    vote_seconds: float = 2.0
-
-
-PROFILES = {
-    profile.name: profile
-    for profile in (
-        Profile(),
-        Profile(
-            name="harsh", loss=0.25, tail_probability=0.15, tail_seconds=5, crashes=3, late_joiners=2, leavers=1, power_cuts=1
-        ),
-        Profile(name="power", loss=0.15, crashes=2, power_cuts=4),
-        Profile(name="churn", loss=0.1, crashes=2, late_joiners=3, leavers=2),
-        Profile(name="forming", form=True, loss=0.2, tail_probability=0.1, crashes=2, late_joiners=1, power_cuts=1),
-    )
-}
 SIMULATED_MEMBERSHIP = MembershipRules(
     min_peers=2, group_size=64, joiners_per_round=4, budget_cap_ms=20_000, budget_floor_ms=2_000, straggler_factor=3.0
 )
+LOOK_SECONDS = 15.0  # between two looks at the directory of peers
 SIMULATED_RUN = sha256(b"simulated run")
 GENESIS_STATE = sha256(b"simulated genesis")
 
@@ -124,8 +84,8 @@ class Disk:
     session: bytes = FOUNDER_SESSION
     records: list[Record] = field(default_factory=list)
     chain: list[Commit] = field(default_factory=list)
-    states: dict[int, bytes] = field(default_factory=dict)
-    payloads: dict[int, bytes] = field(default_factory=dict)  # own payload by round, durable before announcing
+    states: dict[bytes, bytes] = field(default_factory=dict)  # by manifest digest
+    payloads: dict[bytes, bytes] = field(default_factory=dict)  # own payload by parent manifest, durable before announcing
     blobs: set[bytes] = field(default_factory=set)
 
 
@@ -154,12 +114,12 @@ class SimulatedPeer:
         if head is not None and not self.disk.chain:
             self.disk.chain.append(head)
             if state is not None:
-                self.disk.states[head.manifest.round] = state
+                self.disk.states[head.manifest.digest] = state
         head = self.disk.chain[-1] if self.disk.chain else None
         self.swarm.head_changed = True
         self.swarm.note_start()
         self._catch_up_with_chain()
-        known = self.disk.states.get(head.manifest.round) if head is not None else None
+        known = self.disk.states.get(head.manifest.digest) if head is not None else None
         self.incarnation += 1
         self.machine = self.swarm.machine_factory(
             Member(self.peer, self.disk.session),
@@ -169,11 +129,19 @@ class SimulatedPeer:
             head=head,
             state_digest=known,
             records=tuple(self.disk.records),
+            recent=tuple(self.disk.chain[-RECENT_COMMITS:]),
         )
-        for other in self.swarm.peers:
-            if other != self.peer:
-                self.handle(PeerSeen(other))
+        self._look_for_peers(self.incarnation)
         self.handle(Tick())
+
+    def _look_for_peers(self, incarnation: int) -> None:
+        """Discovery, now and again: who is down or on another island is not found."""
+        if incarnation != self.incarnation:
+            return
+        for other in self.swarm.peers.values():
+            if other is not self and (other.up or not other.incarnation) and self.swarm.reach(self.peer, other.peer):
+                self.handle(PeerSeen(other.peer))
+        self.swarm.schedule(self.swarm.now + LOOK_SECONDS, self._look_for_peers, incarnation)
 
     def sign(self, message: Message) -> Signed:
         return Signed(message, b"", b"", encode_body(message))
@@ -181,7 +149,7 @@ class SimulatedPeer:
     def _catch_up_with_chain(self) -> None:
         """Apply what was committed durably but not applied before a crash."""
         for commit in self.disk.chain:
-            if commit.manifest.round not in self.disk.states:
+            if commit.manifest.digest not in self.disk.states:
                 self._apply(commit)
 
     def handle(self, event: Event) -> None:
@@ -229,7 +197,7 @@ class SimulatedPeer:
                     swarm.send(self.peer, peer, frame)
             case Persist(Committed(commit)):
                 self.disk.chain.append(commit)
-                self.disk.records.clear()
+                self.disk.records[:] = still_binding(self.disk.records, commit)
                 swarm.head_changed = True
                 swarm.oracle.known(commit)
             case Persist(record):
@@ -252,10 +220,28 @@ class SimulatedPeer:
             case ServeCommits(peer, head_round):
                 for commit in [c for c in self.disk.chain if c.manifest.round > head_round][:COMMITS_PER_ANSWER]:
                     swarm.send(self.peer, peer, commit)
+            case FetchBranch(peer):
+                swarm.fetch_branch(self, peer)
+            case RollBack(fork_round, lost, commits):
+                self._roll_back(fork_round, lost, commits)
+            case StopAndAsk(depth, _, _):
+                swarm.oracle.fail("healing", f"{self.peer} would have to roll {depth} rounds back")
             case Note(event, _, fields):
                 swarm.count(f"note:{event}")
                 if event == "refused":
                     swarm.oracle.refused(self.peer, fields)
+
+    def _roll_back(self, fork_round: int, lost: tuple[Commit, ...], commits: tuple[Commit, ...]) -> None:
+        disk = self.disk
+        kept = [commit for commit in disk.chain if commit.manifest.round <= fork_round]
+        if [c.manifest.digest for c in disk.chain[len(kept) :]] != [c.manifest.digest for c in lost]:
+            self.swarm.oracle.fail("healing", f"{self.peer} gives up other rounds than it had")
+        self.swarm.oracle.rolled_back(self.peer, lost, disk.payloads)
+        disk.chain[:] = [*kept, *commits]
+        self.swarm.head_changed = True
+        for commit in commits:
+            self.swarm.oracle.known(commit)
+            self._apply(commit)
 
     def _train(self, number: int, budget_ms: int) -> None:
         rng = self.swarm.rng
@@ -266,32 +252,65 @@ class SimulatedPeer:
         withheld = rng.random() < self.swarm.profile.withhold
         payload = b"" if withheld else sha256(f"{self.peer} {number} {rng.random()}".encode())
         event = Trained(number, payload, 0 if withheld else 1000, 15, 1000, int(full * 1000))
-        self.swarm.schedule(self.swarm.now + taken, self._trained, event, self.incarnation)
+        parent = self.disk.chain[-1].manifest.digest
+        self.swarm.schedule(self.swarm.now + taken, self._trained, event, parent, self.incarnation)
 
-    def _trained(self, event: Trained, incarnation: int) -> None:
-        if incarnation == self.incarnation:
+    def _trained(self, event: Trained, parent: bytes, incarnation: int) -> None:
+        if incarnation == self.incarnation and parent == self.disk.chain[-1].manifest.digest:
+            assert self.machine is not None and self.machine.round is not None
+            if self.machine.round.own_announcement is not None:
+                return  # it changed branches and came back: what it announced here stands
             if event.payload:
-                self.disk.payloads[event.round] = event.payload
+                self.disk.payloads[parent] = event.payload
                 self.disk.blobs.add(event.payload)
             self.handle(event)
 
     def _apply(self, commit: Commit) -> None:
         manifest = commit.manifest
         if manifest.round == -1:
-            self.disk.states[-1] = GENESIS_STATE
+            self.disk.states[manifest.digest] = GENESIS_STATE
             return
-        before = self.disk.states[manifest.round - 1]
+        before = self.disk.states[manifest.parent]
         payloads = [contribution.payload for contribution in manifest.contributions]
         digest = sha256(b"state" + before + b"".join(payloads)) if payloads else before
-        self.disk.states[manifest.round] = digest
+        self.disk.states[manifest.digest] = digest
         self.disk.blobs.update(payloads)
-        self.swarm.oracle.state(self.peer, manifest.round, digest)
+        self.swarm.oracle.state(self.peer, manifest.digest, digest)
         delay = self.swarm.rng.uniform(0.05, 0.5)
         self.swarm.schedule(self.swarm.now + delay, self._hashed, StateDigest(manifest.round, digest), self.incarnation)
 
     def _hashed(self, event: StateDigest, incarnation: int) -> None:
         if incarnation == self.incarnation:
             self.handle(event)
+
+
+class Liar(SimulatedPeer):
+    """Says one thing to half of the peers and another to the rest: votes, Closes and Checks; its payloads are its own."""
+
+    def perform(self, effect: Effect) -> None:
+        if isinstance(effect, Send) and isinstance(effect.frame, Signed) and effect.frame.message.header.sender == self.peer:
+            other = self._contradiction(effect.frame.message)
+            if other is not None:
+                rng = self.swarm.rng
+                fooled = tuple(peer for peer in effect.peers if rng.random() < 0.5)
+                told = tuple(peer for peer in effect.peers if peer not in fooled)
+                self.swarm.count("lie")
+                super().perform(Send(told, effect.frame))
+                super().perform(Send(fooled, self.sign(other)))
+                return
+        super().perform(effect)
+
+    def _contradiction(self, message: Message) -> Message | None:
+        rng = self.swarm.rng
+        match message:
+            case Vote(digest=digest):
+                known = [d for d in self.machine.round.evidence.by_digest if d != digest] if self.machine else []  # type: ignore[union-attr]
+                return replace(message, digest=rng.choice(known) if known else NIL) if digest or known else None
+            case Close(announcements=announcements) if announcements:
+                return replace(message, announcements=announcements[1:])
+            case Check(valid=valid):
+                return replace(message, valid=valid[1:], dead=()) if valid else None
+        return None
 
 
 class SimulatedSwarm:
@@ -322,7 +341,15 @@ class SimulatedSwarm:
         founders = names[: max(1, peers - profile.late_joiners)]
         self.rules = simulated_rules(() if profile.form else tuple(founders), profile)
         slow = set(self.rng.sample(names, min(profile.slow_peers, peers)))
-        self.peers = {name: SimulatedPeer(self, name, profile.slow_factor if name in slow else 1.0) for name in names}
+        self.counts["slow peer"] = len(slow)
+        lying = names[: tolerated_liars(len(founders))] if profile.liars else []
+        self.peers = {
+            name: (Liar if name in lying else SimulatedPeer)(self, name, profile.slow_factor if name in slow else 1.0)
+            for name in names
+        }
+        self.liars = frozenset(lying)
+        self.islands: list[frozenset[str]] = []  # two peers reach each other only within one of them; none: all do
+        self._half = frozenset(names[::2])  # this side of the ocean
         self.founders = founders
         self._revealed: dict[bytes, str] = {}
         self._waiting: dict[bytes, list[tuple[SimulatedPeer, Signed, int]]] = {}
@@ -347,23 +374,46 @@ class SimulatedSwarm:
 
     # --- the network ----------------------------------------------------------------------------------------------
 
-    def delay(self) -> float:
+    def reach(self, sender: str, receiver: str) -> bool:
+        return not self.islands or any(sender in island and receiver in island for island in self.islands)
+
+    def delay(self, sender: str, receiver: str) -> float:
         profile, draw = self.profile, self.rng.random
         low, high = profile.latency_seconds
         delay = low + (high - low) * draw()
         if draw() < profile.tail_probability:
             delay += self.rng.expovariate(1 / profile.tail_seconds)
+        if profile.ocean_seconds and (sender in self._half) != (receiver in self._half):
+            delay += profile.ocean_seconds
         return delay
 
     def send(self, sender: str, receiver: str, frame: Any) -> None:
         if receiver not in self.peers or self.rng.random() < self.profile.loss:
             return
-        self.schedule(self.now + self.delay(), self._deliver, sender, receiver, frame)
+        self.schedule(self.now + self.delay(sender, receiver), self._deliver, sender, receiver, frame)
         if self.rng.random() < self.profile.duplication:
-            self.schedule(self.now + self.delay(), self._deliver, sender, receiver, frame)
+            self.schedule(self.now + self.delay(sender, receiver), self._deliver, sender, receiver, frame)
 
     def _deliver(self, sender: str, receiver: str, frame: Any) -> None:
-        self.peers[receiver].handle(Received(sender, frame))
+        if not self.islands or self.reach(sender, receiver):
+            self.peers[receiver].handle(Received(sender, frame))
+
+    def fetch_branch(self, asker: SimulatedPeer, peer: str) -> None:
+        if peer in self.peers:
+            at = self.now + 2 * self.delay(asker.peer, peer)
+            self.schedule(at, self._branch_fetched, asker, self.peers[peer], asker.incarnation)
+
+    def _branch_fetched(self, asker: SimulatedPeer, peer: SimulatedPeer, incarnation: int) -> None:
+        if asker.incarnation != incarnation or not peer.up or not self.reach(asker.peer, peer.peer):
+            return
+        theirs, mine = peer.disk.chain, asker.disk.chain
+        here = {commit.manifest.digest for commit in mine}
+        common = [commit for commit in theirs if commit.manifest.digest in here]
+        fork = common[-1] if common else None
+        after = fork.manifest.round if fork is not None else -2
+        parts = [tuple(c for c in chain if c.manifest.round > after) for chain in (mine, theirs)]
+        if parts[1]:
+            asker.handle(BranchFetched(peer.peer, fork, *parts))
 
     def reveal(self, announcement: Signed) -> None:
         self._revealed[announcement.digest] = announcement.message.header.sender
@@ -384,7 +434,7 @@ class SimulatedSwarm:
         if peer.incarnation != incarnation or not peer.up:
             return
         payload = announcement.message.payload  # type: ignore[union-attr]
-        holders = [p for p in self.peers.values() if p.up and payload in p.disk.blobs]
+        holders = [p for p in self.peers.values() if p.up and payload in p.disk.blobs and self.reach(p.peer, peer.peer)]
         if not holders:
             self._transfer(peer, announcement, incarnation)
             return
@@ -413,6 +463,12 @@ class SimulatedSwarm:
             self.schedule(rng.uniform(5.0, span * 0.8), self._power_cut)
         for _ in range(profile.leavers):
             self.schedule(rng.uniform(0.2, 0.6) * span, self._leave_one)
+        for _ in range(profile.partitions):
+            self.schedule(rng.uniform(5.0, span * 0.6), self._part)
+        for _ in range(profile.outages):
+            self.schedule(rng.uniform(5.0, span * 0.8), self._cut_one_off)
+        for _ in range(profile.mass_leaves):
+            self.schedule(rng.uniform(0.2, 0.6) * span, self._mass_leave)
 
     def _late_join(self, name: str) -> None:
         donors = [p for p in self.peers.values() if p.up and p.disk.chain]
@@ -422,7 +478,11 @@ class SimulatedSwarm:
         donor = self.rng.choice(donors)
         head = donor.disk.chain[-1]
         self.count("late join")
-        self.peers[name].start(head, donor.disk.states[head.manifest.round])
+        joiner = self.peers[name]
+        joiner.disk.chain[:] = donor.disk.chain[:-1]  # verified and downloaded, before it takes part
+        joiner.disk.states.update(donor.disk.states)
+        joiner.disk.chain.append(head)
+        joiner.start(None, None)
 
     def _crash_one(self) -> None:
         alive = [p for p in self.peers.values() if p.up]
@@ -432,6 +492,7 @@ class SimulatedSwarm:
             self.schedule(self.now + self.rng.uniform(*self.profile.down_seconds), self._restart, victim)
 
     def _power_cut(self) -> None:
+        self.count("power cut")
         for peer in self.peers.values():
             if peer.up:
                 peer.crash()
@@ -443,6 +504,47 @@ class SimulatedSwarm:
         if not peer.up and peer.peer not in self._departed:
             self.count("restart")
             peer.start(None, None)
+
+    def _part(self) -> None:
+        """Two islands for a while, then one network again."""
+        names = list(self.peers)
+        self.rng.shuffle(names)
+        cut = self.rng.randint(1, max(1, len(names) // 2))
+        self._divide([frozenset(names[:cut]), frozenset(names[cut:])], self.profile.partition_seconds, "partition")
+
+    def _cut_one_off(self) -> None:
+        name = self.rng.choice(list(self.peers))
+        self._divide([frozenset([name]), frozenset(self.peers) - {name}], self.profile.outage_seconds, "outage")
+
+    def _divide(self, islands: list[frozenset[str]], seconds: tuple[float, float], what: str) -> None:
+        if self.islands:
+            return
+        self.islands = islands
+        self.disturbed_until = float("inf")
+        self.count(what)
+        self.schedule(self.now + self.rng.uniform(*seconds), self._heal)
+
+    def _heal(self) -> None:
+        self.islands = []
+        self.note_start()
+
+    def _mass_leave(self) -> None:
+        """So many die for good, at one moment, that those who stay are no quorum but can still be a group."""
+        staying = [p for p in self.peers.values() if p.up and p.peer not in self._gone]
+        heads = [p.disk.chain[-1].manifest for p in staying if p.disk.chain]
+        if not heads or max(head.round for head in heads) < 0:
+            self.schedule(self.now + 2.0, self._mass_leave)
+            return
+        group = max(heads, key=lambda head: head.round)
+        members = [p.peer for p in staying if group.member(p.peer) is not None]
+        least = self.rules.membership.min_peers
+        rest = min(max(least, 1), group.quorum - 1)
+        if rest < least or len(members) <= rest:
+            return
+        self.rng.shuffle(members)
+        for name in members[rest:]:
+            self.depart(name)
+        self.count("mass leave")
 
     def _leave_one(self) -> None:
         staying = [p for p in self.peers.values() if p.up and p.peer not in self._gone]
@@ -476,7 +578,18 @@ class SimulatedSwarm:
     # --- running --------------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        return all(p.up and p.head_round >= self.rounds - 1 for p in self.peers.values() if p.peer not in self._gone)
+        """Everybody who stays is on one chain that has all rounds; a liar need not be."""
+        staying = [p for p in self.peers.values() if p.peer not in self._gone and p.peer not in self.liars]
+        if self.islands or not all(p.up and p.head_round >= self.rounds - 1 for p in staying):
+            return False
+        last = {p.disk.chain[self.rounds].manifest.digest for p in staying}
+        return len(last) == 1
+
+    @property
+    def rounds_committed(self) -> int:
+        """The furthest round that an honest peer's chain holds, plus one."""
+        honest = [peer for name, peer in self.peers.items() if name not in self.liars]
+        return max(peer.head_round for peer in honest) + 1
 
     def run(self, limit_seconds: float | None = None) -> None:
         """Until every peer that stays has committed all rounds; Violation if that takes longer than the bound."""
@@ -490,37 +603,3 @@ class SimulatedSwarm:
                 raise Violation("progress", f"after {limit:.0f} simulated seconds the heads are {heads}")
             self.now = max(self.now, at)
             action(*arguments)
-
-
-def run_seeds(seeds: range, profile: str, *, rounds: int = 5, peers: tuple[int, int] = (1, 9)) -> None:
-    """One swarm per seed, of `peers` least to most members; Violation says how to replay the seed that broke a guarantee.
-
-    A swarm whose founders are one peer runs with min_peers 1: alone it would wait for company for ever.
-    """
-    for seed in seeds:
-        size = peers[0] + seed * 7919 % (peers[1] - peers[0] + 1)
-        settings = PROFILES[profile]
-        if size - settings.late_joiners < settings.min_peers:
-            settings = replace(settings, min_peers=1)
-        try:
-            SimulatedSwarm(seed, size, rounds, settings).run()
-        except Exception as error:
-            replay = f"--profile {profile} --seeds {seed}:{seed + 1} --peers {size}:{size} --rounds {rounds}"
-            raise Violation("seed", f"python -m sparseloco.protocol.simulator {replay}: {error!r}") from error
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Run seeded swarms and check every guarantee after every event.")
-    parser.add_argument("--seeds", default="0:100", help="first:end")
-    parser.add_argument("--profile", default="consumer", choices=sorted(PROFILES))
-    parser.add_argument("--peers", default="4:9", help="fewest:most")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    first, end = (int(part) for part in options.seeds.split(":"))
-    fewest, most = (int(part) for part in options.peers.split(":"))
-    run_seeds(range(first, end), options.profile, rounds=options.rounds, peers=(fewest, most))
-    print(f"{end - first} seeds of {options.profile}, {fewest} to {most} peers, {options.rounds} rounds each: no violation")
-
-
-if __name__ == "__main__":
-    main()

@@ -307,7 +307,14 @@ class LoopNode:
         return self.driver.head_round
 
     def states(self) -> dict[int, str]:
-        return {event["round"]: event["state_digest"] for event in self.events("committed")}
+        """State digests by round as this node committed them; those of a branch that it left do not count."""
+        found: dict[int, str] = {}
+        for event in self.events():
+            if event["event"] == "committed":
+                found[event["round"]] = event["state_digest"]
+            elif event["event"] == "rolled_back":
+                found = {number: digest for number, digest in found.items() if number <= event["to_round"]}
+        return found
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------

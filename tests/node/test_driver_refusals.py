@@ -179,7 +179,6 @@ def test_bad_messages_are_refused_by_name_and_rounds_go_on(swarm, tell):
         member, me = liar.transport, liar.identity
         await refused("signature", member, badly_signed)
         await refused("signature", stranger, lambda header: as_another(replace(header, sender=stranger.peer_id)))
-        await refused("stale-round", member, lambda header: signed(vote(replace(header, parent=b"o" * 32)), me))
         await refused("other-run", member, lambda header: signed(vote(replace(header, run=b"o" * 32)), me))
         await refused("not-a-member", stranger, lambda header: signed(vote(header), stranger.identity))
         await refused("encoding", member, lambda header: b"\xc1 garbage")

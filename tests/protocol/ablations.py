@@ -10,8 +10,9 @@ from sparseloco.protocol.machine import Machine
 from sparseloco.protocol.manifest import Manifest
 from sparseloco.protocol.messages import Proposal
 from sparseloco.protocol.oracle import Violation
+from sparseloco.protocol.profiles import Profile
 from sparseloco.protocol.round import Round
-from sparseloco.protocol.simulator import Profile, SimulatedSwarm
+from sparseloco.protocol.simulator import SimulatedSwarm
 
 # Votes are given up about as fast as they travel and repaired late: quorums form that some members do not see in time.
 HASTY = Profile(

@@ -161,7 +161,7 @@ def every_frame() -> dict[str, Any]:
         "precommit-nil": again(bob.precommits(b"", 3)),
         "proposal": again(alice.proposes(close, *checks)),
         "re-proposal": again(bob.proposes(close, *checks, attempt=1, prepared=prevotes)),
-        "form": signed(Form(header, 7, (member("alice"), member("bob")))),
+        "form": signed(Form(header, 7, (member("alice"), member("bob")), parent.digest)),
         "heartbeat": Heartbeat(RUN, bytes(range(16)), 4, sha256(b"head"), 2, True, frozenset({b"heldid01", b"heldid02"})),
         "commit": Commit(manifest, precommits),
         "genesis-commit": Commit(parent, ()),

@@ -230,7 +230,7 @@ def test_constructor_refuses_what_the_decoder_refuses(frames: dict[str, Any]) ->
     refused("field-range", lambda: Vote(header, PREVOTE, True, NIL))
     refused("abstention", lambda: Announce(header, bytes(32), b"", 5, 0, 0))
     refused("field-length", lambda: Check(header, 0, bytes(32), (b"short",), (), (), 0))
-    refused("form", lambda: Form(header, 0, (Member("zoe", bytes(16)),)))
+    refused("form", lambda: Form(header, 0, (Member("zoe", bytes(16)),), bytes(32)))
     refused("peer-id", lambda: Header(bytes(32), 0, bytes(32), "", bytes(16)))
     refused("field-length", lambda: Heartbeat(bytes(32), bytes(16), 0, bytes(32), 0, False, frozenset({b"x"})))
     many = frozenset(number.to_bytes(8, "big") for number in range(MAX_HELD_IDS + 1))

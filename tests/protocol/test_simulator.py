@@ -1,6 +1,6 @@
 """Swarms in a simulated bad world: every guarantee, seed after seed.
 
-Replay a failing seed with `python -m sparseloco.protocol.simulator --profile NAME --seeds S:E --peers N:N`.
+Replay a failing seed with `sparseloco-node simulate --faults NAME --seed S --peers N`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import random
 import pytest
 
 from sparseloco.protocol.oracle import Violation
-from sparseloco.protocol.simulator import PROFILES, Profile, SimulatedSwarm, run_seeds
+from sparseloco.protocol.profiles import PROFILES, Profile
+from sparseloco.protocol.simulator import SimulatedSwarm
+from sparseloco.protocol.trials import run_seeds
 
 
 def test_swarms_keep_every_guarantee_in_every_profile() -> None:
@@ -97,7 +99,7 @@ def test_killed_leader_costs_at_most_about_two_detection_times(seed: int) -> Non
 
 
 def test_oracle_sees_a_violation_of_progress_when_a_quorum_is_gone() -> None:
-    swarm = SimulatedSwarm(0, 4, 3, quiet())
+    swarm = SimulatedSwarm(0, 4, 3, quiet(min_peers=3))
     swarm.schedule(10.0, swarm.depart, "peer0")
     swarm.schedule(10.0, swarm.depart, "peer1")
     with pytest.raises(Violation, match="progress"):
