@@ -16,6 +16,7 @@ from typing import Any
 
 from sparseloco.bootstrap.errors import nearest
 from sparseloco.node.options import FaultAt
+from sparseloco.protocol.profiles import PROFILES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:[0-9]{1,3})?")
@@ -54,6 +55,23 @@ def minutes(value: str) -> float:
     if not 0 < number <= 100_000:
         raise BadValue("must be a number of minutes above 0")
     return number
+
+
+def peer_range(value: str) -> tuple[int, int]:
+    """`6` or `4:9`: fewest and most peers."""
+    found = re.fullmatch(r"([0-9]{1,3})(?::([0-9]{1,3}))?", value)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= low <= high <= 64:
+        raise BadValue("must be a number of peers from 1 to 64, or two such as 4:9")
+    return low, high
+
+
+def trust_head(value: str) -> tuple[int, bytes]:
+    """`ROUND:DIGEST`, the digest as 64 hex digits."""
+    found = re.fullmatch(r"([0-9]{1,12}):([0-9a-fA-F]{64})", value)
+    if not found:
+        raise BadValue("must be ROUND:DIGEST, such as 12: and the 64 hex digits of that round's manifest")
+    return int(found[1]), bytes.fromhex(found[2])
 
 
 def choice(*allowed: str) -> Callable[[str], str]:
@@ -166,6 +184,8 @@ VERBS = (
         Flag("device", device, "auto, cpu, cuda, cuda:N or mps (default: auto)", "DEVICE"),
         Flag("micro-batch", whole(1, 2**20), "sequences in one forward pass (default: sized to the hardware)", "N"),
         *_NETWORK,
+        Flag("trust-head", trust_head, "join only the chain that holds this manifest (64 hex digits) at this round",
+             "ROUND:DIGEST"),
         _flag_switch("client-mode", "accept no incoming connections (default: off)", negatable=True),
         Flag("threads", whole(1, 4096), "CPU threads for training (default: the CPUs this process may use)", "N"),
         *_COMMON,
@@ -191,6 +211,17 @@ VERBS = (
         Flag("out", path, "file to write (default: run.toml)", "FILE"),
         _flag_switch("genesis", "renew the genesis state and digest of an existing run file after an edit"),
         _flag_switch("force", "overwrite files that exist"),
+        *_COMMON,
+    )),
+    Verb("simulate", "run the protocol in simulated swarms, with every guarantee checked after every event", (
+        Flag("peers", peer_range, "peers of a swarm, as N or FEWEST:MOST (default: 4:9)", "N"),
+        Flag("rounds", whole(1, 1000), "committed rounds of each swarm (default: 5)", "R"),
+        Flag("seed", whole(0, 10**12 - 1), "number of the first swarm (default: 0)", "S"),
+        Flag("seeds", whole(1, 10**9), "swarms (default: 100)", "K"),
+        Flag("faults", choice("all", *PROFILES), "what befalls the peers: all of them in turn, or one of "
+             f"{', '.join(PROFILES)} (default: all)", "PROFILE"),
+        Flag("links", choice(*PROFILES), "take the links of another profile", "PROFILE"),
+        Flag("jobs", whole(1, 256), "processes (default: 1)", "N"),
         *_COMMON,
     )),
     Verb("status", "show what the node with this state directory is doing", (

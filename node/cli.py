@@ -24,6 +24,7 @@ from sparseloco.node.options import (
     CommonOptions,
     InitOptions,
     JoinOptions,
+    SimulateOptions,
     StatusOptions,
     SwarmOptions,
 )
@@ -115,6 +116,8 @@ def build_options(verb: Verb, values: Mapping[str, Any]) -> CommonOptions:
         return InitOptions(**given)
     if verb.name == "status":
         return StatusOptions(**given)
+    if verb.name == "simulate":
+        return SimulateOptions(**{"seeds": 1 if "seed" in given else 100, **given})
     return _swarm_options(given)
 
 
@@ -254,6 +257,12 @@ def _init(options: Any) -> int:
     return run_init(options)
 
 
+def _simulate(options: Any) -> int:
+    from sparseloco.node.simulate import run_simulate
+
+    return run_simulate(options)
+
+
 def _status(options: Any) -> int:
     from sparseloco.node.status import run_status
 
@@ -262,6 +271,7 @@ def _status(options: Any) -> int:
 
 _ENTRIES: dict[str, Callable[[Any], int]] = {
     "join": _join, "bootstrap": _bootstrap, "swarm": _swarm, "init": _init, "status": _status,
+    "simulate": _simulate,
 }  # fmt: skip
 
 if __name__ == "__main__":

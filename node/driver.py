@@ -354,7 +354,7 @@ class Driver:
             f"{self.store.path}: the run went on without this node: its own last {depth} rounds (head {mine.round}:"
             f"{mine.digest.hex()}) lost against a branch with head {theirs.round}:{theirs.digest.hex()}, and [limits] "
             f"max_rollback_rounds = {self.rules.max_rollback_rounds} rounds may be given up unasked; nothing was changed. To "
-            f"follow the other branch start with a new --state-dir, or with --trust-head {theirs.round}:{theirs.digest.hex()}"
+            f"follow the other branch start with a new --state-dir and --trust-head {theirs.round}:{theirs.digest.hex()}"
         )
 
     def _persist(self, record: ev.Record) -> None:

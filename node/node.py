@@ -40,6 +40,7 @@ from sparseloco.node.run_rules import rules_of
 from sparseloco.node.services import Services
 from sparseloco.node.store import VOTES_FILE, StateDir
 from sparseloco.node.summary import left_event, print_summary
+from sparseloco.node.trust import disagreement, require_trusted_head, trusted_first
 from sparseloco.node.view import View
 from sparseloco.node.worker import Worker
 from sparseloco.protocol.encoding import SESSION_BYTES
@@ -55,6 +56,8 @@ LOOK_SECONDS, LOOK_LATER_SECONDS = 1.0, 15.0
 CLOCK_SLACK_SECONDS = 1.0
 # Peers whose clock is compared with ours at the start.
 CLOCKS_COMPARED = 3
+# Peers that were given to a joiner and disagree about the run are asked again after so many detection times.
+HEALING_DETECTIONS = 3
 
 
 def run_join(options: JoinOptions) -> int:
@@ -187,6 +190,7 @@ class Node:
         await self._compare_clocks(donors)
         self.progress.phase = "catching up"
         was = chain.head_round
+        await self._learn_chain(catch_up, donors)
         await catch_up.run(donors, self._show_download)
         await catch_up.fetch_own_payload(donors)
         await asyncio.to_thread(worker.recover_own, chain.manifest)
@@ -213,6 +217,21 @@ class Node:
         self._write_node_info(session)
         logger.info("this is peer %s; its state is in %s", self.identity.peer_id, self.store.path)
         return driver
+
+    async def _learn_chain(self, catch_up: CatchUp, donors: list[Donor]) -> None:
+        """The chain from the peers that this node was given, before any other (rule 20); an error if they do not agree on it."""
+        chain = catch_up.chain
+        fresh = chain.head_round <= GENESIS_ROUND
+        trusted = {parse_peer_address(address).peer_id for address in self.options.peers}
+        await catch_up.fetch_chain(trusted_first(donors, trusted))
+        problem = disagreement(chain, donors, trusted) if fresh else None
+        if problem is not None:  # a partition that is just healing looks the same for a moment
+            logger.warning("the peers given are on different branches; asking them again in a moment")
+            await asyncio.sleep(HEALING_DETECTIONS * self.rules.detection_seconds)
+            problem = disagreement(chain, await find_donors(self.transport, trusted, self.run.run_id), trusted)
+        if problem is not None:
+            raise problem
+        require_trusted_head(chain, self.options.trust_head)
 
     async def _donors(self, met: list[Donor]) -> list[Donor]:
         """Peers of the run as the DHT and the given addresses know them, furthest ahead first."""

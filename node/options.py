@@ -37,6 +37,7 @@ class JoinOptions(CommonOptions):
     client_mode: bool = False  # accept no incoming connection
     max_upload_bytes_per_second: int = 0  # 0: no limit
     threads: int = 1  # torch threads
+    trust_head: tuple[int, bytes] | None = None  # a round and its manifest's digest that the chain must hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,19 @@ class InitOptions(CommonOptions):
     out: Path = Path("run.toml")
     genesis: bool = False  # renew the genesis state and digest of an existing, edited run file
     force: bool = False  # overwrite
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions(CommonOptions):
+    """`simulate`: the protocol under the deterministic simulator, `seeds` swarms from number `seed` on."""
+
+    peers: tuple[int, int] = (4, 9)  # fewest, most; a seed's number picks one
+    rounds: int = 5
+    seed: int = 0
+    seeds: int = 100
+    faults: str = "all"  # a world of protocol/profiles.py, or each of them in turn
+    links: str | None = None  # the links of another world
+    jobs: int = 1  # processes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -500,13 +500,14 @@ class Machine:
     def _change_branch(self, fork_round: int, mine: tuple[Commit, ...], theirs: tuple[Commit, ...]) -> None:
         assert self.head is not None
         self._left[self._head_digest] = tuple(self._said)
+        # Noted first: who reads the events after a crash in between must not take the lost rounds for rounds of the run.
+        self.note("rolled_back", to_round=fork_round, lost=len(mine), head_round=theirs[-1].manifest.round)
         self.emit(RollBack(fork_round, mine, theirs))
         while self._recent and self._recent[-1].manifest.round > fork_round:
             self._recent.pop()
         self._recent.extend(theirs)
         self.head = theirs[-1]
         self._state_digest = self.rules.genesis_state if self.head.manifest.round == GENESIS_ROUND else None
-        self.note("rolled_back", to_round=fork_round, lost=len(mine), head_round=self.head.manifest.round)
         self._begin_round()
 
     def _keep_proofs(self) -> None:

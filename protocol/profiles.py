@@ -77,3 +77,14 @@ PROFILES = {
         Profile(name="forming", form=True, loss=0.2, tail_probability=0.1, crashes=2, late_joiners=1, power_cuts=1),
     )
 }
+# The worlds of `simulate --faults all`, which the swarm numbers go round.
+EVERY_WORLD = (
+    "lan",
+    "consumer",
+    "flaky-wifi",
+    "transatlantic",
+    "partition-heal",
+    "mass-leave",
+    "byzantine-minority",
+    "everything",
+)
