@@ -30,7 +30,7 @@ def run_simulate(options: SimulateOptions) -> int:
     seeds = range(options.seed, options.seed + options.seeds)
     peers = options.peers
     found = _in_processes(seeds, worlds, options) if options.jobs > 1 else run_trials(
-        seeds, worlds, rounds=options.rounds, peers=peers, each=_Progress(len(seeds))
+        seeds, worlds, rounds=options.rounds, peers=peers, each=_Progress(len(seeds)), clock=time.process_time
     )  # fmt: skip
     for line in found.violations[:SHOWN_VIOLATIONS]:
         print(f"violation: {line}", file=sys.stderr)
@@ -66,7 +66,8 @@ def _in_processes(seeds: range, worlds: Sequence[Profile], options: SimulateOpti
     total, say = Trials(), _Progress(len(seeds))
     with ProcessPoolExecutor(options.jobs) as pool:
         parts = [seeds[start : start + SEEDS_PER_JOB] for start in range(0, len(seeds), SEEDS_PER_JOB)]
-        jobs = [pool.submit(run_trials, part, worlds, rounds=options.rounds, peers=options.peers) for part in parts]
+        how = {"rounds": options.rounds, "peers": options.peers, "clock": time.process_time}
+        jobs = [pool.submit(run_trials, part, worlds, **how) for part in parts]
         for job in as_completed(jobs):
             part = job.result()
             total.add(part)
