@@ -6,11 +6,22 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Extra arguments for the demo, such as DEMO_FLAGS="--kill 1@3 --late 3@2".
 DEMO_FLAGS ?=
+# A soak: so many nodes for so many minutes under random faults (docs/soak.md), one every SOAK_MTBF seconds on average.
+SOAK_MINUTES ?= 30
+SOAK_NODES ?= 7
+SOAK_MTBF ?= 6
+SOAK_SEED ?= 0
 
-.PHONY: demo test test-full lint setup clean
+.PHONY: demo soak test test-full lint setup clean
 
 demo: $(VENV)/.installed
 	$(BIN)/sparseloco-node swarm --nodes 4 --rounds 8 --state-dir .demo $(DEMO_FLAGS)
+
+# Ends with a verdict: exit code 0 only if it passed. The JSON is kept in build/soak.json.
+soak: $(VENV)/.installed
+	@mkdir -p build
+	$(BIN)/sparseloco-node swarm --nodes $(SOAK_NODES) --minutes $(SOAK_MINUTES) --mtbf $(SOAK_MTBF) --seed $(SOAK_SEED) \
+		--state-dir build/soak --json > build/soak.json
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -m "not full"

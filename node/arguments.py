@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparseloco.bootstrap.errors import nearest
-from sparseloco.node.options import FaultAt
+from sparseloco.node.options import FaultAt, ForNode, PauseAt
 from sparseloco.protocol.profiles import PROFILES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -119,6 +119,37 @@ def fault_at(value: str) -> FaultAt:
     return FaultAt(node=int(match[1]), round=int(match[2]))
 
 
+def pause_at(value: str) -> PauseAt:
+    match = re.fullmatch(r"([0-9]{1,4})@([0-9]{1,7}):([0-9]{1,6}(?:\.[0-9]{1,3})?)", value)
+    if not match or float(match[3]) <= 0:
+        raise BadValue("must be NODE@ROUND:SECONDS, such as 3@4:30")
+    return PauseAt(node=int(match[1]), round=int(match[2]), seconds=float(match[3]))
+
+
+def factor(value: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,3})?", value) or not 1 <= float(value) <= 1000:
+        raise BadValue("must be a factor from 1 to 1000, such as 5")
+    return float(value)
+
+
+def seconds(value: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,3})?", value) or float(value) <= 0:
+        raise BadValue("must be a number of seconds above 0")
+    return float(value)
+
+
+def for_node(parse: Callable[[str], float], example: str) -> Callable[[str], ForNode]:
+    """`NODE:VALUE`, with the value as `parse` takes it."""
+
+    def parse_pair(value: str) -> ForNode:
+        node, _, rest = value.partition(":")
+        if not re.fullmatch(r"[0-9]{1,4}", node) or not rest:
+            raise BadValue(f"must be NODE:VALUE, such as {example}")
+        return ForNode(node=int(node), value=parse(rest))
+
+    return parse_pair
+
+
 @dataclass(frozen=True)
 class Flag:
     """One flag; `name` is as typed without dashes, `option` is the options field it fills."""
@@ -187,6 +218,8 @@ VERBS = (
         Flag("trust-head", trust_head, "join only the chain that holds this manifest (64 hex digits) at this round",
              "ROUND:DIGEST"),
         _flag_switch("client-mode", "accept no incoming connections (default: off)", negatable=True),
+        Flag("slow-down", factor, "take so many times as long for each inner step, to try out a slow machine (default: 1)",
+             "FACTOR"),
         Flag("threads", whole(1, 4096), "CPU threads for training (default: the CPUs this process may use)", "N"),
         *_COMMON,
     )),
@@ -200,10 +233,19 @@ VERBS = (
         Flag("nodes", whole(1, 256), "node processes (default: 4)", "N"),
         Flag("rounds", whole(1, 10**7), "committed rounds (default: 8)", "R"),
         Flag("minutes", minutes, "run for a time instead of a number of rounds", "M"),
-        Flag("run", path, "run file to take settings from (default: the tiny preset)", "FILE"),
+        Flag("run", path, "run file to take settings from (default: the tiny preset; with --mtbf, with shorter rounds)",
+             "FILE"),
         Flag("seed", whole(0, 10**12 - 1), "of weights and data (default: the run file's)", "S"),
         Flag("kill", fault_at, "SIGKILL node NODE when it is in round ROUND", "NODE@ROUND", many=True),
         Flag("late", fault_at, "start node NODE only when the others reach round ROUND", "NODE@ROUND", many=True),
+        Flag("restart", fault_at, "SIGKILL node NODE in round ROUND and start it again", "NODE@ROUND", many=True),
+        Flag("pause", pause_at, "stop node NODE in round ROUND for a time, as a closed laptop is", "NODE@ROUND:SECONDS",
+             many=True),
+        Flag("corrupt", fault_at, "stop node NODE in round ROUND, flip a byte of its state, start it", "NODE@ROUND", many=True),
+        Flag("slow", for_node(factor, "2:5"), "node NODE's inner steps take FACTOR times as long", "NODE:FACTOR", many=True),
+        Flag("max-upload", for_node(rate, "2:500kB/s"), "upload limit of node NODE", "NODE:RATE", many=True),
+        Flag("mtbf", seconds, "random faults on all nodes but the first two, one every so many seconds on average; the verdict "
+             "then says whether the swarm endured", "SECONDS"),
         *_COMMON,
     )),
     Verb("init", "write a commented run file, with its genesis state beside it and its digest inside", (

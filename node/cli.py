@@ -127,7 +127,12 @@ def _swarm_options(given: dict[str, Any]) -> SwarmOptions:
             raise UsageError("swarm takes --rounds or --minutes, not both")
         given["rounds"] = None
     options = SwarmOptions(**given)
-    for name, faults in (("--kill", options.kill), ("--late", options.late)):
+    _check_nodes(options)
+    by_flag = {
+        "--kill": options.kill, "--late": options.late,
+        "--restart": options.restart, "--corrupt": options.corrupt, "--pause": options.pause,
+    }  # fmt: skip
+    for name, faults in by_flag.items():
         nodes = [fault.node for fault in faults]
         for fault in faults:
             shown = f"{name} {fault.node}@{fault.round}"
@@ -135,11 +140,29 @@ def _swarm_options(given: dict[str, Any]) -> SwarmOptions:
                 raise UsageError(f"{shown}: the nodes are numbered from 0 to {options.nodes - 1}")
             if options.rounds is not None and fault.round >= options.rounds:
                 raise UsageError(f"{shown}: the rounds are numbered from 0 to {options.rounds - 1}")
-        if len(set(nodes)) < len(nodes):
+            if name != "--kill" and any(kill.node == fault.node and kill.round <= fault.round for kill in options.kill):
+                raise UsageError(f"{shown}: --kill ends that node for good before")
+        if name in ("--kill", "--late") and len(set(nodes)) < len(nodes):
             raise UsageError(f"{name} names a node twice")
+        if len(set(faults)) < len(faults):
+            raise UsageError(f"{name} names a node and a round twice")
     if len({fault.node for fault in options.late}) == options.nodes:
         raise UsageError("--late names every node: at least one must start the run")
     return options
+
+
+def _check_nodes(options: SwarmOptions) -> None:
+    """Rules of `swarm` for settings of single nodes and for random faults."""
+    for name, settings in (("--slow", options.slow), ("--max-upload", options.max_upload)):
+        nodes = [setting.node for setting in settings]
+        if any(node >= options.nodes for node in nodes):
+            raise UsageError(f"{name} {max(nodes)}: the nodes are numbered from 0 to {options.nodes - 1}")
+        if len(set(nodes)) < len(nodes):
+            raise UsageError(f"{name} names a node twice")
+    if options.mtbf is not None and options.nodes < 4:
+        raise UsageError("--mtbf needs at least --nodes 4: the first two are spared, and a quorum of all must stay")
+    if options.mtbf is not None and (options.kill or options.late):
+        raise UsageError("--mtbf takes no --kill and no --late: a quorum of all nodes must be there throughout")
 
 
 def _usable_cpus() -> int:

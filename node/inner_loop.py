@@ -30,6 +30,7 @@ ADAM_EPS = 1e-8
 # A joiner's moments start at zero in the middle of the schedule; its first steps are shortened so that they do not
 # throw the agreed weights about. Founders have the run's own warm-up.
 JOIN_RAMP_STEPS = 10
+SLOW_SLICE_SECONDS = 0.1  # a machine made slow still looks so often whether to stop
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -103,8 +104,19 @@ def learning_rate_at(settings: InnerSettings, global_step: int) -> float:
 class InnerLoop:
     """A model, its AdamW and the number of steps that AdamW has taken; used by one thread at a time."""
 
-    def __init__(self, model: nn.Module, settings: InnerSettings, device: torch.device, micro_batch: int | None = None) -> None:
-        """`micro_batch` sequences at once (None: the whole batch); it is halved when a GPU runs out of memory."""
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: InnerSettings,
+        device: torch.device,
+        micro_batch: int | None = None,
+        slow_down: float = 1.0,
+    ) -> None:
+        """`micro_batch` sequences at once (None: the whole batch); it is halved when a GPU runs out of memory.
+
+        Each step takes `slow_down` times as long as it would: a slow machine, to see what the group makes of it.
+        """
+        self._slow_down = slow_down
         self.model = model.to(device).train()
         self.settings = settings
         self.device = device
@@ -149,6 +161,7 @@ class InnerLoop:
             while step < end and not should_stop():
                 global_step = round_number * self.settings.inner_steps + step
                 torch.manual_seed(global_step)  # dropout, where a model has it, must repeat after a restart
+                step_started = time.monotonic()
                 batch = torch.from_numpy(batches.batch(step)).to(self.device)  # [batch, length + 1]
                 loss = self._gradient(batch)
                 step += 1
@@ -156,6 +169,7 @@ class InnerLoop:
                     skipped += 1
                     continue
                 self._apply(global_step)
+                self._wait_as_slow(time.monotonic() - step_started, should_stop)
                 losses.append(loss)
                 tokens += batch.shape[0] * (batch.shape[1] - 1)
         self._optimizer.zero_grad()
@@ -169,6 +183,12 @@ class InnerLoop:
             seconds=time.monotonic() - started,
             finite=skipped <= len(losses) and all(bool(p.isfinite().all()) for p in self._parameters),
         )
+
+    def _wait_as_slow(self, step_seconds: float, should_stop: Callable[[], bool]) -> None:
+        """What `slow_down` adds to a step that took so long; ends early when training shall stop."""
+        until = time.monotonic() + (self._slow_down - 1) * step_seconds
+        while (left := until - time.monotonic()) > 0 and not should_stop():
+            time.sleep(min(left, SLOW_SLICE_SECONDS))
 
     def put_back(self, theta: Theta) -> None:
         """Copy the agreed weights in; AdamW's moments stay."""

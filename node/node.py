@@ -181,6 +181,7 @@ class Node:
             device=self.device,
             micro_batch=self.options.micro_batch,
             own_data=self.options.data,
+            slow_down=self.options.slow_down,
         )
         exchange = Exchange(self.transport, self.store, worker.layout, random.Random())
         chain = await asyncio.to_thread(Chain, self.store, self.rules)

@@ -37,6 +37,7 @@ class JoinOptions(CommonOptions):
     client_mode: bool = False  # accept no incoming connection
     max_upload_bytes_per_second: int = 0  # 0: no limit
     threads: int = 1  # torch threads
+    slow_down: float = 1.0  # inner steps take so many times as long
     trust_head: tuple[int, bytes] | None = None  # a round and its manifest's digest that the chain must hold
 
 
@@ -61,6 +62,21 @@ class FaultAt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PauseAt(FaultAt):
+    """NODE@ROUND:SECONDS."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForNode:
+    """NODE:VALUE, something that holds for one node of a `swarm`."""
+
+    node: int
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class SwarmOptions(CommonOptions):
     """`swarm`: `nodes` real processes and a bootstrap on this machine, for `rounds` rounds or `minutes` minutes."""
 
@@ -71,6 +87,12 @@ class SwarmOptions(CommonOptions):
     seed: int | None = None  # None: the run file's
     kill: tuple[FaultAt, ...] = ()
     late: tuple[FaultAt, ...] = ()
+    restart: tuple[FaultAt, ...] = ()
+    corrupt: tuple[FaultAt, ...] = ()
+    pause: tuple[PauseAt, ...] = ()
+    slow: tuple[ForNode, ...] = ()  # factor by which a node's inner steps take longer
+    max_upload: tuple[ForNode, ...] = ()  # bytes per second
+    mtbf: float | None = None  # seconds between two random faults, on average
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 
@@ -66,8 +67,8 @@ def _in_processes(seeds: range, worlds: Sequence[Profile], options: SimulateOpti
     total, say = Trials(), _Progress(len(seeds))
     with ProcessPoolExecutor(options.jobs) as pool:
         parts = [seeds[start : start + SEEDS_PER_JOB] for start in range(0, len(seeds), SEEDS_PER_JOB)]
-        how = {"rounds": options.rounds, "peers": options.peers, "clock": time.process_time}
-        jobs = [pool.submit(run_trials, part, worlds, **how) for part in parts]
+        run = partial(run_trials, profiles=worlds, rounds=options.rounds, peers=options.peers, clock=time.process_time)
+        jobs = [pool.submit(run, part) for part in parts]
         for job in as_completed(jobs):
             part = job.result()
             total.add(part)

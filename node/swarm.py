@@ -12,10 +12,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -24,14 +24,17 @@ from sparseloco.bootstrap.run_file import RunFile
 from sparseloco.node.init import initialise, parameter_count, starting_run
 from sparseloco.node.options import SwarmOptions
 from sparseloco.node.swarm_events import EventTail, NodeRecord
-from sparseloco.node.swarm_faults import Fault, due
+from sparseloco.node.swarm_faults import KILL, LATE, SPARED, planned
+from sparseloco.node.swarm_inject import Injector
 from sparseloco.node.swarm_processes import Child, end_all
 from sparseloco.node.swarm_report import FINISHED, KILLED, LEFT, NodeOutcome, SwarmOutcome, disagreements, verdict
 from sparseloco.node.swarm_setup import Layout, claimed, prepare
+from sparseloco.node.swarm_soak import SAMPLE_SECONDS, MemorySamples, soak_line, soak_report, soak_run
 from sparseloco.node.swarm_table import Screen, final_table, payload_line
 from sparseloco.protocol.manifest import GENESIS_ROUND
 
 LOOK_SECONDS = 0.2  # between two looks at the nodes: short against a round, long against reading a few files
+RETURN_SECONDS = 180.0  # after a soak's time is up: for whoever is away to come back
 START_SECONDS = 120.0  # importing torch with N processes on two cores and a cold disk takes most of this
 
 
@@ -60,16 +63,21 @@ def run_swarm(options: SwarmOptions, parts: Parts | None = None) -> int:
     previous = {number: signal.signal(number, _as_interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with claimed(options) as root:
-            base = starting_run("tiny") if options.run is None else RunFile.load(options.run)
+            base = _starting_run(options) if options.run is None else RunFile.load(options.run)
             layout = prepare(root, base, options)
             with Screen() as screen:
                 screen.say(f"swarm of {options.nodes} nodes in {root}: making the genesis state ...")
-                layout = Layout(root, parts.initialise(layout.run, layout.run_path), layout.peer_ids)
+                layout = replace(layout, run=parts.initialise(layout.run, layout.run_path))
                 outcome = Swarm(layout, options, parts, screen, started_at).run()
             return _report(outcome, layout, options)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _starting_run(options: SwarmOptions) -> RunFile:
+    tiny = starting_run("tiny")
+    return tiny if options.mtbf is None else soak_run(tiny)
 
 
 class Swarm:
@@ -85,11 +93,16 @@ class Swarm:
         self.nodes: dict[int, Child] = {}
         self.seed: Child | None = None
         self.peers: list[str] = []
-        self.faults: list[Fault] = []
+        self.processes: list[Child] = []  # all that were ever started
         self.said_rounds: set[int] = set()
         self.said_ends: set[int] = set()
         self.interrupted_by = ""
         self.time_up = False
+        self.injector = Injector(
+            layout, self.records, self.nodes, planned(options), start=self._start_node, say=screen.say, now=parts.now
+        )
+        self._memory, self._sampled_at = MemorySamples(), 0.0
+        self._ended_at = 0.0
 
     def run(self) -> SwarmOutcome:
         """Start everything, follow it to its end, and leave no process behind whatever happens."""
@@ -99,9 +112,13 @@ class Swarm:
             for node in range(self.options.nodes):
                 if node not in late:
                     self._start_node(node)
+            if self.options.mtbf is not None:
+                self.injector.begin_random(self.options.mtbf)
             while not self._look():
                 time.sleep(LOOK_SECONDS)
         finally:
+            self._ended_at = self.parts.now()
+            self.injector.resume_all()
             end_all([*self.nodes.values(), *([self.seed] if self.seed else [])])
         self._read_events()
         return self._outcome()
@@ -111,6 +128,7 @@ class Swarm:
         self.screen.say(f"run {self.layout.run.run_id.hex()}: starting the bootstrap ...")
         log = self.layout.root / "bootstrap.log"
         self.seed = Child("bootstrap", [*self.parts.program, *self.layout.bootstrap_arguments()], log)
+        self.processes.append(self.seed)
         deadline = time.monotonic() + START_SECONDS
         while not (addresses := _addresses(self.layout.seed_dir / "node.json")):
             if not self.seed.running:
@@ -125,19 +143,20 @@ class Swarm:
         arguments = self.layout.node_arguments(node, self.peers, self.options.rounds)
         log = self.layout.root / f"node-{node}.log"
         self.nodes[node] = Child(f"node {node}", [*self.parts.program, *arguments], log)
+        self.processes.append(self.nodes[node])
+        self.said_ends.discard(node)
         self.records[node].progress_at = self.parts.now()
 
     def _look(self) -> bool:
         """One look at everything; whether the swarm is over."""
         self._read_events()
-        self._inject()
+        self.injector.look()
+        self._sample_memory()
         self._say_news()
         self.screen.draw(self.records)
-        if not any(child.running for child in self.nodes.values()):
+        if not any(child.running for child in self.nodes.values()) and not self.injector.pending:
             return True
-        minutes = self.options.minutes
-        if minutes is not None and self.parts.now() > self.started_at + 60 * minutes:
-            self.time_up = True
+        if self._is_time_up():
             return True
         now = self.parts.now()
         self._read_events()  # after the clock: what a node wrote before that instant is progress
@@ -147,23 +166,32 @@ class Swarm:
             return True
         return False
 
+    def _is_time_up(self) -> bool:
+        """The minutes are over; under random faults, once whoever was away is back as well, or had the time for it."""
+        minutes, now = self.options.minutes, self.parts.now()
+        if minutes is None or now <= self.started_at + 60 * minutes:
+            return False
+        if self.options.mtbf is not None:
+            self.injector.stop()
+            if self.injector.away() and now < self.started_at + 60 * minutes + RETURN_SECONDS:
+                return False
+        self.time_up = True
+        return True
+
+    def _sample_memory(self) -> None:
+        now = self.parts.now()
+        if self.options.mtbf is None or now < self._sampled_at + SAMPLE_SECONDS:
+            return
+        self._sampled_at = now
+        for node in range(SPARED):
+            child = self.nodes.get(node)
+            for name, size in (child.resident_bytes() if child is not None else {}).items():
+                self._memory.add(name, size)
+
     def _read_events(self) -> None:
         for node, child in self.nodes.items():
             if self.tails[node].read_into(self.records[node]):
                 child.remember_children()
-
-    def _inject(self) -> None:
-        running = frozenset(node for node, child in self.nodes.items() if child.running)
-        rounds = {node: record.round for node, record in enumerate(self.records)}
-        for fault in due(self.options.kill, self.options.late, self.faults, rounds, running):
-            self.faults.append(fault)
-            if fault.kind == "kill":
-                self.nodes[fault.node].kill()
-                self.records[fault.node].state = "killed"
-                self.screen.say(f"killed node {fault.node} in round {fault.round}")
-            else:
-                self._start_node(fault.node)
-                self.screen.say(f"started node {fault.node} late, in round {fault.round}")
 
     def _say_news(self) -> None:
         held_out = {number: loss for record in self.records for number, loss in record.eval_loss.items()}
@@ -176,7 +204,7 @@ class Swarm:
                 peers, digest = len(record.contributors[number]), record.digests[number][:12]
                 self.screen.say(f"round {number}: {peers} contributions, state {digest}, held-out loss {held_out[number]:.3f}")
         for node, child in self.nodes.items():
-            if not child.running and node not in self.said_ends:
+            if not child.running and node not in self.said_ends and not self.injector.is_down(node):
                 self.said_ends.add(node)
                 if not self._was_killed(node):
                     self.records[node].state = "left"
@@ -191,10 +219,11 @@ class Swarm:
         )  # fmt: skip
 
     def _was_killed(self, node: int) -> bool:
-        return any(fault.kind == "kill" and fault.node == node for fault in self.faults)
+        return any(fault.kind == KILL and fault.node == node for fault in self.injector.faults)
 
     def _outcome(self) -> SwarmOutcome:
         nodes = tuple(self._node_outcome(node) for node in range(self.options.nodes))
+        faults = self.injector.faults
         heads = [node.record.last_committed + 1 for node in nodes if node.ended == FINISHED]
         return SwarmOutcome(
             run_id=self.layout.run.run_id.hex(),
@@ -202,25 +231,41 @@ class Swarm:
             rounds=min(heads, default=0) if self.options.rounds is None else self.options.rounds,
             min_peers=self.layout.run.run.min_peers,
             nodes=nodes,
-            faults=tuple(self.faults),
-            planned_faults=len(self.options.kill) + len(self.options.late),
+            faults=tuple(faults),
+            missed_faults=tuple(fault for fault in planned(self.options) if fault not in faults),
             started_at=self.started_at,
             elapsed_seconds=self.parts.now() - self.started_at,
             interrupted_by=self.interrupted_by,
+            soak=self._soak() if self.options.mtbf is not None else None,
+        )
+
+    def _soak(self) -> dict[str, Any]:
+        return soak_report(
+            self.records,
+            self.injector.faults,
+            self._memory,
+            minutes=self.options.minutes or (self._ended_at - self.started_at) / 60,
+            ended_at=self._ended_at,
+            not_back=sorted(self.injector.away()),
+            orphans=[pid for child in self.processes for pid in child.left_behind()],
         )
 
     def _node_outcome(self, node: int) -> NodeOutcome:
         record, child = self.records[node], self.nodes.get(node)
         late = any(fault.node == node for fault in self.options.late)
+        disturbed = any(fault.node == node and fault.kind not in (KILL, LATE) for fault in self.injector.faults)
+        restarts = self.injector.restarts.get(node, 0)
         exit_code = child.exit_code if child else None
         if self._was_killed(node):
-            return NodeOutcome(node, record, KILLED, exit_code, late=late)
+            return NodeOutcome(node, record, KILLED, exit_code, late=late, restarts=restarts)
         # A swarm by time is stopped with SIGINT, which a node answers with a clean leave and 130.
         if exit_code != 0 and not (self.time_up and exit_code == 130):
             note = child.last_lines(1) if child else "it was never started"
-            return NodeOutcome(node, record, LEFT, exit_code, late=late, note=note)
+            return NodeOutcome(node, record, LEFT, exit_code, late=late, restarts=restarts, note=note)
         digest = self.parts.digest_of_files(self.layout.node_dir(node), record.last_committed)
-        return NodeOutcome(node, record, FINISHED, exit_code, digest, late=late)
+        return NodeOutcome(
+            node, record, FINISHED, exit_code, digest, late=late, restarts=restarts, disturbed=disturbed
+        )
 
 
 def stall_seconds(run: RunFile) -> float:
@@ -250,7 +295,8 @@ def _report(outcome: SwarmOutcome, layout: Layout, options: SwarmOptions) -> int
         learned = f"; held-out loss {loss[0]:.3f} -> {loss[-1]:.3f}" if len(loss) > 1 else ""
         result = f"agreed: {living} nodes hold the same state {found['state_digest']} after {outcome.rounds} rounds{learned}"
     payload = payload_line(found["payload_bytes"], parameter_count(layout.run_path))
-    for line in (payload, f"files and logs: {layout.root}", result):
+    soak = [soak_line(outcome.soak)] if outcome.soak is not None else []
+    for line in (payload, *soak, f"files and logs: {layout.root}", result):
         console.print(line, markup=False, soft_wrap=True)
     if options.json:
         print(json.dumps(found), flush=True)

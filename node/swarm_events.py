@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from sparseloco.protocol.manifest import GENESIS_ROUND
 
 # Events that show a round is under way; a round number in any of them means the node got that far.
 _IN_ROUND = ("round_started", "trained", "announced", "closed", "checked", "prevoted", "precommitted", "committed")
-_PROGRESS = ("joined", "round_started", "trained", "committed", "caught_up", "attempt", "left")
+_PROGRESS = ("joined", "round_started", "trained", "committed", "caught_up", "attempt", "regrouped", "rolled_back", "left")
 
 
 @dataclass
@@ -39,6 +41,11 @@ class NodeRecord:
     steps: int = 0
     tokens: int = 0
     returned: int = 0
+    returned_rounds: set[int] = field(default_factory=set)
+    kept_rounds: set[int] = field(default_factory=set)  # undecided ones whose own state a restart found on the disk
+    rollbacks: int = 0
+    member_at: float = 0.0  # when it last began a round as a member of the group
+    member_round: int = GENESIS_ROUND  # and which
     refusals: list[tuple[int, str, str]] = field(default_factory=list)  # round, peer id, rule
     peers_up: set[str] = field(default_factory=set)
     left: dict[str, Any] | None = None
@@ -68,12 +75,23 @@ class NodeRecord:
         if handler is not None:
             handler(event, at, GENESIS_ROUND if number is None else number)
 
+    def _on_rolled_back(self, event: dict[str, Any], at: float, number: int) -> None:
+        """Its branch lost: what it reported of the rounds after the fork is no part of the run."""
+        last = int(event["to_round"])
+        self.state = "rolled back"
+        self.rollbacks += 1
+        for by_round in (self.digests, self.caught_up, self.eval_loss, self.committed_at, self.contributors):
+            for late in [number for number in by_round if number > last]:
+                del by_round[late]
+
     def _on_joined(self, event: dict[str, Any], at: float, number: int) -> None:
         self.state, self.left = "joined", None
 
     def _on_round_started(self, event: dict[str, Any], at: float, number: int) -> None:
         self.state = "training"
         self.started_at.setdefault(number, at)
+        if event.get("member"):
+            self.member_at, self.member_round = at, number
 
     def _on_trained(self, event: dict[str, Any], at: float, number: int) -> None:
         self.state = "exchanging"
@@ -84,7 +102,10 @@ class NodeRecord:
             self.train_loss[number] = float(loss)
 
     def _on_announced(self, event: dict[str, Any], at: float, number: int) -> None:
-        self.payloads[number] = int(event["bytes"])
+        if int(event["bytes"]):
+            self.payloads[number] = int(event["bytes"])
+            self.returned_rounds.discard(number)  # of a branch that lost: this is the round's contribution on another
+            self.kept_rounds.discard(number)
 
     def _on_closed(self, event: dict[str, Any], at: float, number: int) -> None:
         self.closed_at.setdefault(number, at)
@@ -108,6 +129,7 @@ class NodeRecord:
 
     def _on_returned(self, event: dict[str, Any], at: float, number: int) -> None:
         self.returned += 1
+        self.returned_rounds.add(number)
 
     def _on_refused(self, event: dict[str, Any], at: float, number: int) -> None:
         self.refusals.append((number, str(event["peer"]), str(event["rule"])))
@@ -124,6 +146,22 @@ class NodeRecord:
     def _on_left(self, event: dict[str, Any], at: float, number: int) -> None:
         self.state, self.left = "left", event
         self.peers_up.clear()
+
+
+def differing_rounds(records: Sequence[NodeRecord]) -> dict[int, list[int]]:
+    """Rounds after which nodes reported different states: by round, the nodes (by number) that are not with the most."""
+    by_round: dict[int, list[tuple[str, int]]] = {}
+    for node, record in enumerate(records):
+        for digests in (record.digests, record.caught_up):
+            for number, digest in digests.items():
+                by_round.setdefault(number, []).append((digest, node))
+    found = {}
+    for number, entries in sorted(by_round.items()):
+        common = Counter(digest for digest, _ in entries).most_common(1)[0][0]
+        others = sorted({node for digest, node in entries if digest != common})
+        if others:
+            found[number] = others
+    return found
 
 
 class EventTail:

@@ -31,6 +31,7 @@ class Child:
     def __init__(self, name: str, command: Sequence[str], log_path: Path) -> None:
         self.name = name
         self.log_path = log_path
+        self.outlived: list[int] = []  # children that did not end with it, and had to be killed
         self._known_children: list[psutil.Process] = []
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
@@ -50,7 +51,7 @@ class Child:
     def running(self) -> bool:
         return self.exit_code is None
 
-    def signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
         if self.running:
             self._process.send_signal(number)
 
@@ -59,10 +60,32 @@ class Child:
         if not self._known_children:
             self._known_children = self._children()
 
+    def pause(self) -> None:
+        """SIGSTOP to it and its children, as a machine that is suspended."""
+        self._signal_all(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        self.send(number)
+        for child in self._children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Resident memory of it and of its children, by name; a process that is just ending is left out."""
+        found = {}
+        for process in [*([psutil.Process(self.pid)] if self.running else []), *self._children()]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                name = self.name if process.pid == self.pid else f"{self.name}'s {process.name()}"
+                found[name] = int(process.memory_info().rss)
+        return found
+
     def kill(self) -> bool:
         """SIGKILL, then wait for it and its children; whether the children went by themselves."""
         self._known_children = self._children() or self._known_children
-        self.signal(signal.SIGKILL)
+        self.send(signal.SIGKILL)
         return self.reap()
 
     def reap(self) -> bool:
@@ -71,9 +94,15 @@ class Child:
         _, alive = psutil.wait_procs(self._known_children, timeout=DAEMON_SECONDS)
         for left in alive:
             logger.warning("%s: its child %d outlived it by %.0f s and was killed", self.name, left.pid, DAEMON_SECONDS)
+            self.outlived.append(left.pid)
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
         return not alive
+
+    def left_behind(self) -> list[int]:
+        """Processes of it that are still there, or were until they were killed, although it has ended."""
+        still = [process.pid for process in self._known_children if _lives(process)]
+        return [*self.outlived, *([self.pid] if self.running else []), *(pid for pid in still if pid not in self.outlived)]
 
     def last_lines(self, count: int = 5) -> str:
         """The end of its output, for people."""
@@ -90,12 +119,19 @@ class Child:
             return []
 
 
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def end_all(children: Iterable[Child], leave_seconds: float = LEAVE_SECONDS) -> None:
     """SIGINT to each, time for a clean leave, then SIGKILL; an interrupt while waiting goes straight to SIGKILL."""
     children = list(children)
     for child in children:
         child.remember_children()
-        child.signal(signal.SIGINT)
+        child.send(signal.SIGINT)
     deadline = time.monotonic() + leave_seconds
     try:
         while any(child.running for child in children) and time.monotonic() < deadline:
@@ -104,7 +140,7 @@ def end_all(children: Iterable[Child], leave_seconds: float = LEAVE_SECONDS) -> 
         for child in children:
             if child.running:
                 logger.warning("%s did not leave in time and was killed", child.name)
-            child.signal(signal.SIGKILL)
+            child.send(signal.SIGKILL)
         for child in children:
             child.reap()
 

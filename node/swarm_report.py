@@ -6,14 +6,14 @@ them live, their digests are equal in every round, and each one's last digest wa
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from sparseloco.node.swarm_events import NodeRecord
+from sparseloco.node.swarm_events import NodeRecord, differing_rounds
 from sparseloco.node.swarm_faults import Fault
+from sparseloco.node.swarm_soak import soak_failures
 from sparseloco.protocol.manifest import GENESIS_ROUND
 
 FINISHED, KILLED, LEFT = "finished", "killed", "left"
@@ -30,6 +30,7 @@ class NodeOutcome:
     digest_of_files: str | None = None  # None: there is no state of the final round on disk
     late: bool = False
     restarts: int = 0
+    disturbed: bool = False  # restarted, paused or damaged: it may have missed rounds, and must be on the chain at the end
     note: str = ""  # why it did not finish, for people
 
 
@@ -43,17 +44,19 @@ class SwarmOutcome:
     min_peers: int
     nodes: tuple[NodeOutcome, ...]
     faults: tuple[Fault, ...]
-    planned_faults: int
+    missed_faults: tuple[Fault, ...]  # that were asked for and could not be injected
     started_at: float  # unix time
     elapsed_seconds: float
     interrupted_by: str = ""  # why the harness stopped early, such as a stall
+    soak: Mapping[str, Any] | None = None  # of a swarm under random faults
 
 
 def disagreements(outcome: SwarmOutcome) -> list[str]:
     """Every reason why the swarm did not agree; empty if it did."""
     reasons = [outcome.interrupted_by] if outcome.interrupted_by else []
-    if len(outcome.faults) < outcome.planned_faults:
-        reasons.append(f"only {len(outcome.faults)} of {outcome.planned_faults} faults could be injected")
+    missed = [f"{fault.kind} {fault.node}@{fault.round}" for fault in outcome.missed_faults]
+    if missed:
+        reasons.append(f"faults that never became possible: {', '.join(missed)}")
     if outcome.rounds < 1:
         reasons.append("no round was committed")
     living = [node for node in outcome.nodes if node.ended == FINISHED]
@@ -65,6 +68,8 @@ def disagreements(outcome: SwarmOutcome) -> list[str]:
     if len(living) < max(outcome.min_peers, 1):
         reasons.append(f"{len(living)} nodes live at the end, min_peers is {outcome.min_peers}")
     reasons += _unequal(outcome.nodes)
+    if outcome.soak is not None:
+        reasons += soak_failures(outcome.soak)
     for node in living:
         if node.digest_of_files is None:
             reasons.append(f"node {node.node} has no state of its final round on disk")
@@ -98,12 +103,19 @@ def verdict(outcome: SwarmOutcome) -> dict[str, Any]:
         "tokens": sum(record.tokens for record in records),
         "round_seconds": [_between(records, "started_at", "committed_at", number) for number in rounds],
         "exchange_seconds": [_between(records, "closed_at", "checked_at", number) for number in rounds],
-        "faults": [asdict(fault) for fault in outcome.faults],
+        "faults": [fault_entry(fault) for fault in outcome.faults],
+        **({"soak": outcome.soak} if outcome.soak is not None else {}),
         "refusals": [
             {"round": number, "peer_id": peer_id, "by": record.peer_id, "rule": rule}
             for record in records for number, peer_id, rule in record.refusals
         ],
     }  # fmt: skip
+
+
+def fault_entry(fault: Fault) -> dict[str, Any]:
+    """One entry of `faults`; `seconds` of what has a length only."""
+    entry: dict[str, Any] = {"round": fault.round, "node": fault.node, "kind": fault.kind}
+    return entry | ({"seconds": fault.seconds} if fault.seconds else {})
 
 
 def node_verdict(node: NodeOutcome) -> dict[str, Any]:
@@ -131,13 +143,11 @@ def node_verdict(node: NodeOutcome) -> dict[str, Any]:
 
 
 def _missing(node: NodeOutcome, rounds: int) -> list[str]:
-    """Rounds that a finished node did not commit; a late joiner only has to be on the chain at the end."""
-    reached = {**node.record.caught_up, **node.record.digests}
-    wanted = [rounds - 1] if node.late else list(range(rounds))
-    if node.late:
-        missing = [number for number in wanted if number >= 0 and number not in reached]
+    """Rounds that a finished node did not commit; one that was away only has to be on the chain at the end."""
+    if node.late or node.disturbed or node.record.rollbacks:
+        missing = [rounds - 1] if node.record.last_committed < rounds - 1 else []
     else:
-        missing = [number for number in wanted if number not in node.record.digests]
+        missing = [number for number in range(rounds) if number not in node.record.digests]
     if not missing:
         return []
     return [f"node {node.node} did not commit round{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"]
@@ -145,19 +155,10 @@ def _missing(node: NodeOutcome, rounds: int) -> list[str]:
 
 def _unequal(nodes: Sequence[NodeOutcome]) -> list[str]:
     """Rounds in which two nodes, living or not, reported different states."""
-    reasons = []
-    by_round: dict[int, list[tuple[str, int]]] = {}
-    for node in nodes:
-        for digests in (node.record.digests, node.record.caught_up):
-            for number, digest in digests.items():
-                by_round.setdefault(number, []).append((digest, node.node))
-    for number, entries in sorted(by_round.items()):
-        counts = Counter(digest for digest, _ in entries)
-        if len(counts) > 1:
-            common = counts.most_common(1)[0][0]
-            others = sorted({node for digest, node in entries if digest != common})
-            reasons.append(f"the states after round {number} differ: node {', '.join(map(str, others))} from the rest")
-    return reasons
+    return [
+        f"the states after round {number} differ: node {', '.join(map(str, others))} from the rest"
+        for number, others in differing_rounds([node.record for node in nodes]).items()
+    ]
 
 
 def _between(records: Sequence[NodeRecord], first: str, last: str, number: int) -> float | None:

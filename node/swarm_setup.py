@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sparseloco.bootstrap.errors import RunFileError, StateError
@@ -29,6 +29,7 @@ class Layout:
     root: Path
     run: RunFile
     peer_ids: tuple[str, ...]  # by node number
+    own_flags: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # of single nodes, by node number
 
     @property
     def run_path(self) -> Path:
@@ -46,7 +47,7 @@ class Layout:
         limit = [] if rounds is None else ["--rounds", str(rounds)]
         return [
             "join", "--config", str(self.root / "no-config.toml"), "--peers", *peers, *limit, "--threads", "1",
-            "--listen", LISTEN_HERE, "--no-relay", "--state-dir", str(self.node_dir(node)),
+            "--listen", LISTEN_HERE, "--no-relay", "--state-dir", str(self.node_dir(node)), *self.own_flags.get(node, ()),
         ]  # fmt: skip
 
     def bootstrap_arguments(self) -> list[str]:
@@ -83,7 +84,16 @@ def prepare(root: Path, base: RunFile, options: SwarmOptions) -> Layout:
     peer_ids = tuple(
         Identity.load_or_create(node_dir(root, node) / "identity.key").peer_id for node in range(options.nodes)
     )
-    return Layout(root, derived_run(base, options, peer_ids), peer_ids)
+    return Layout(root, derived_run(base, options, peer_ids), peer_ids, _own_flags(options))
+
+
+def _own_flags(options: SwarmOptions) -> dict[int, tuple[str, ...]]:
+    flags: dict[int, tuple[str, ...]] = {}
+    for slow in options.slow:
+        flags[slow.node] = ("--slow-down", f"{slow.value:g}")
+    for limit in options.max_upload:
+        flags[limit.node] = (*flags.get(limit.node, ()), "--max-upload", f"{limit.value:.0f}")
+    return flags
 
 
 def derived_run(base: RunFile, options: SwarmOptions, peer_ids: tuple[str, ...]) -> RunFile:

@@ -61,6 +61,7 @@ class Worker:
         device: torch.device,
         micro_batch: int | None = None,
         own_data: Sequence[Path] = (),
+        slow_down: float = 1.0,
     ) -> None:
         self.run = run
         self.peer_id = peer_id
@@ -69,7 +70,7 @@ class Worker:
         self.model = build_model(run.model.config)
         self.specs = tensor_specs(self.model)
         self.layout = PayloadLayout(self.specs, codec_of(run))
-        self.loop = InnerLoop(self.model, InnerSettings.from_run(run), device, micro_batch)
+        self.loop = InnerLoop(self.model, InnerSettings.from_run(run), device, micro_batch, slow_down)
         self.corpus = corpus_of_run(run, own_data)
         self._plan = WindowPlan.of_run(run, self.corpus.train)
         self._evaluator = self._make_evaluator()

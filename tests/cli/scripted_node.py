@@ -1,6 +1,7 @@
 """A stand-in for `sparseloco-node join` and `bootstrap`: writes the files of the contract as a plan tells it to.
 
-Called as `python scripted_node.py PLAN VERB [flags of the verb]`. The plan is JSON: {"node-0": {key: value}}, keys below.
+Called as `python scripted_node.py PLAN VERB [flags of the verb]`. The plan is JSON: {"node-0": {key: value}}, keys below;
+what a node does when it is started again is the plan under its key "again", or the same plan if there is none.
 It imports nothing heavy, so a swarm of them starts in a tenth of a second.
 """
 
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 GIVE_UP_SECONDS = 30
@@ -17,9 +19,18 @@ GIVE_UP_SECONDS = 30
 
 class Node:
     def __init__(self, state_dir: Path, plan: dict) -> None:
-        self.state_dir, self.plan = state_dir, plan
         state_dir.mkdir(parents=True, exist_ok=True)
+        events = state_dir / "events.jsonl"
+        lives = events.read_text().count('"event": "joined"') if events.exists() else 0
+        for _ in range(lives):
+            plan = plan.get("again", plan)
+        self.state_dir, self.plan = state_dir, plan
+        self.resumed = False
+        signal.signal(signal.SIGCONT, self.on_resume)
         self.events = (state_dir / "events.jsonl").open("a", buffering=1)
+
+    def on_resume(self, *_: object) -> None:
+        self.resumed = True
 
     def write(self, event: str, round_number: int, **fields: object) -> None:
         self.events.write(json.dumps({"time": time.time(), "event": event, "round": round_number, **fields}) + "\n")
@@ -40,9 +51,12 @@ class Node:
                 daemon = [sys.executable, "-c", "import signal; signal.pause()"]
                 child = subprocess.Popen(daemon, start_new_session=True, stdout=subprocess.DEVNULL)
                 (self.state_dir / "child.pid").write_text(str(child.pid))
-            self.write("round_started", number, group=4, budget_seconds=1, base=self.digest(number - 1))
-            if plan.get("hangs_in") == number:
+            self.start(number)
+            while plan.get("hangs_in") == number:
                 signal.pause()
+                self.start(number)  # a resume ended the wait: what a next round amounts to
+            if plan.get("waits_for_resume_in") == number:
+                self.wait_until(lambda: self.resumed)
             if plan.get("dies_in") == number:
                 print("ran out of something", file=sys.stderr)
                 return 6
@@ -55,7 +69,13 @@ class Node:
                    contributions_returned=0)  # fmt: skip
         return 0
 
+    def start(self, number: int) -> None:
+        self.write("round_started", number, group=4, budget_seconds=1, member=True, base=self.digest(number - 1))
+
     def commit(self, number: int) -> None:
+        chain = self.state_dir / "chain"
+        chain.mkdir(exist_ok=True)
+        (chain / f"{number:08}.bin").write_bytes(bytes(40))
         self.write("trained", number, steps=30, tokens=3000, loss=5.0 - number, seconds=0.5)
         self.write("announced", number, payload="ab" * 32, bytes=84)
         self.write("closed", number, attempt=0, contributors=2)
@@ -67,9 +87,13 @@ class Node:
     def wait_for_others(self, number: int) -> None:
         """Before a round of the plan, until the named file exists: what a round with another node amounts to."""
         if self.plan.get("waits_in") == number:
-            path, deadline = self.state_dir.parent / self.plan["waits_for"], time.monotonic() + GIVE_UP_SECONDS
-            while not path.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            path = self.state_dir.parent / self.plan["waits_for"]
+            self.wait_until(path.exists)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + GIVE_UP_SECONDS
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def main() -> int:

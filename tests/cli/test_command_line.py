@@ -14,7 +14,7 @@ from sparseloco.bootstrap.errors import DataError, NetworkError
 from sparseloco.bootstrap.identity import Identity
 from sparseloco.node import cli
 from sparseloco.node.arguments import VERBS
-from sparseloco.node.options import BootstrapOptions, FaultAt, JoinOptions, SwarmOptions
+from sparseloco.node.options import BootstrapOptions, FaultAt, ForNode, JoinOptions, PauseAt, SwarmOptions
 
 PEER = "/ip4/203.0.113.5/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 OTHER = "/ip4/203.0.113.6/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -78,6 +78,21 @@ def test_swarm_faults_and_minutes(started):
     assert started[1] == SwarmOptions(rounds=None, minutes=1.5)
 
 
+def test_swarm_takes_faults_of_every_kind(started):
+    assert cli.run(["swarm", "--restart", "2@3", "2@5", "--pause", "3@4:30", "--corrupt", "1@2", "--slow", "2:2.5",
+                    "--max-upload", "2:500kB/s", "--mtbf", "7.5"], {}) == 0  # fmt: skip
+    assert started == [SwarmOptions(
+        restart=(FaultAt(node=2, round=3), FaultAt(node=2, round=5)), pause=(PauseAt(node=3, round=4, seconds=30.0),),
+        corrupt=(FaultAt(node=1, round=2),), slow=(ForNode(node=2, value=2.5),), max_upload=(ForNode(node=2, value=500_000),),
+        mtbf=7.5,
+    )]  # fmt: skip
+
+
+def test_join_can_be_slowed_down(started):
+    assert cli.run(["join", "--peers", PEER, "--slow-down", "3"], {}) == 0
+    assert started[0].slow_down == 3.0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -103,6 +118,21 @@ def test_swarm_faults_and_minutes(started):
         (["swarm", "--nodes", "1", "--late", "0@1"], "at least one must start"),
         (["swarm", "--rounds", "3", "--minutes", "3"], "not both"),
         (["swarm", "--minutes", "nan"], "number of minutes"),
+        (["swarm", "--restart", "1@2", "1@2"], "--restart names a node and a round twice"),
+        (["swarm", "--restart", "9@2"], "--restart 9@2: the nodes are numbered from 0 to 3"),
+        (["swarm", "--pause", "1@2"], "must be NODE@ROUND:SECONDS"),
+        (["swarm", "--pause", "1@2:0"], "must be NODE@ROUND:SECONDS"),
+        (["swarm", "--corrupt", "1@9"], "--corrupt 1@9: the rounds are numbered from 0 to 7"),
+        (["swarm", "--kill", "1@2", "--restart", "1@5"], "--restart 1@5: --kill ends that node for good before"),
+        (["swarm", "--slow", "1:0.5"], "must be a factor from 1 to 1000"),
+        (["swarm", "--slow", "1"], "must be NODE:VALUE, such as 2:5"),
+        (["swarm", "--slow", "4:2"], "--slow 4: the nodes are numbered from 0 to 3"),
+        (["swarm", "--slow", "1:2", "1:3"], "--slow names a node twice"),
+        (["swarm", "--max-upload", "1:fast"], "must be a rate such as 500kB/s"),
+        (["swarm", "--mtbf", "0"], "must be a number of seconds above 0"),
+        (["swarm", "--mtbf", "5", "--nodes", "3"], "--mtbf needs at least --nodes 4"),
+        (["swarm", "--mtbf", "5", "--late", "2@1"], "--mtbf takes no --kill and no --late"),
+        (["join", "--peers", PEER, "--slow-down", "0"], "must be a factor from 1 to 1000"),
     ],
 )
 def test_usage_errors_exit_2_and_say_what_to_do(arguments, words, started, capsys):

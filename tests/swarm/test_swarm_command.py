@@ -13,6 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from sparseloco.node.presets import preset
+from sparseloco.node.swarm_soak import soak_run
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -83,3 +86,46 @@ def test_four_nodes_survive_a_kill_in_round_three(tmp_path: Path) -> None:
     check_agreement(report, 8)
     assert [node["ended"] for node in report["nodes"]] == ["finished", "finished", "killed", "finished"]
     assert report["eval_loss"][-1] < 3.0
+
+
+@pytest.mark.full
+def test_six_nodes_survive_two_kills_a_pause_and_a_late_start(tmp_path: Path) -> None:
+    folder = tmp_path / "swarm"
+    report = swarm(folder, "--nodes", "6", "--rounds", "12", "--kill", "1@2", "--pause", "3@4:30", "--late", "5@6", "--kill", "4@8")
+    check_agreement(report, 12)
+    assert [node["ended"] for node in report["nodes"]] == ["finished", "killed", "finished", "finished", "killed", "finished"]
+    assert report["faults"] == [
+        {"round": 2, "node": 1, "kind": "kill"}, {"round": 4, "node": 3, "kind": "pause", "seconds": 30.0},
+        {"round": 6, "node": 5, "kind": "late"}, {"round": 8, "node": 4, "kind": "kill"},
+    ]  # fmt: skip
+    for number in (0, 2, 3, 5):
+        assert "11" in report["nodes"][number]["round_digests"]
+    assert no_process_of(folder)
+
+
+@pytest.mark.full
+def test_restarted_and_damaged_nodes_are_back_at_the_end(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(soak_run(preset("tiny")).to_toml())
+    folder = tmp_path / "swarm"
+    report = swarm(
+        folder, "--nodes", "4", "--rounds", "30", "--run", str(run_file), "--restart", "2@3", "--corrupt", "3@8", "2@13",
+        "--slow", "1:2", "--max-upload", "1:1MB/s",
+    )  # fmt: skip
+    check_agreement(report, 30)
+    assert [node["restarts"] for node in report["nodes"]] == [0, 0, 2, 1]
+    assert [node["ended"] for node in report["nodes"]] == ["finished"] * 4
+    assert no_process_of(folder)
+
+
+@pytest.mark.full
+def test_three_minutes_of_random_faults_pass(tmp_path: Path) -> None:
+    folder = tmp_path / "swarm"
+    report = swarm(folder, "--nodes", "7", "--minutes", "3", "--mtbf", "6", "--seed", "1")
+    soak = report["soak"]
+    assert report["agreed"] and soak["passed"]
+    assert sum(soak["faults"].values()) == len(report["faults"]) >= 10
+    assert all(fault["node"] >= 2 for fault in report["faults"])
+    assert soak["contributions"]["lost"] == [] and soak["orphan_processes"] == []
+    assert {"node 0", "node 1"} < set(soak["memory"])
+    assert no_process_of(folder)
