@@ -266,6 +266,7 @@ VERBS = (
         Flag("jobs", whole(1, 256), "processes (default: 1)", "N"),
         *_COMMON,
     )),
+    Verb("verify", "check everything in a stopped node's state directory: chain, signatures, digests, states", (*_COMMON,)),
     Verb("status", "show what the node with this state directory is doing", (
         Flag("run", text, "name or id of the run, to choose among several state directories", "RUN"),
         *_COMMON,

@@ -57,12 +57,14 @@ class Checkpoint(CheckpointInfo):
 class CheckpointStore:
     """The folder `checkpoints/`, which keeps the newest `keep`."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, *, tidy: bool = True) -> None:
+        """`tidy`: remove what crashes left half-written; an audit looks without touching."""
         if keep < 2:
             raise ValueError("keep at least 2 checkpoints: the previous one is the remedy for a damaged one")
         self.directory = directory
         self.keep = keep
-        remove_leftovers(directory)
+        if tidy:
+            remove_leftovers(directory)
 
     def rounds(self) -> list[int]:
         """Rounds that have a checkpoint, ascending; whether each is good shows when it is loaded."""
@@ -156,12 +158,13 @@ class OwnState:
 class OwnStore:
     """The folder `own/`, which keeps the newest `keep` rounds."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, *, tidy: bool = True) -> None:
         if keep < 1:
             raise ValueError("keep at least the newest round")
         self.directory = directory
         self.keep = keep
-        remove_leftovers(directory)
+        if tidy:
+            remove_leftovers(directory)
 
     def rounds(self) -> list[int]:
         return rounds_in(self.directory)

@@ -27,6 +27,7 @@ from sparseloco.node.options import (
     SimulateOptions,
     StatusOptions,
     SwarmOptions,
+    VerifyOptions,
 )
 from sparseloco.node.places import default_state_root, free_beside
 
@@ -116,6 +117,8 @@ def build_options(verb: Verb, values: Mapping[str, Any]) -> CommonOptions:
         return InitOptions(**given)
     if verb.name == "status":
         return StatusOptions(**given)
+    if verb.name == "verify":
+        return VerifyOptions(**given)
     if verb.name == "simulate":
         return SimulateOptions(**{"seeds": 1 if "seed" in given else 100, **given})
     return _swarm_options(given)
@@ -286,6 +289,12 @@ def _simulate(options: Any) -> int:
     return run_simulate(options)
 
 
+def _verify(options: Any) -> int:
+    from sparseloco.node.verify import run_verify
+
+    return run_verify(options)
+
+
 def _status(options: Any) -> int:
     from sparseloco.node.status import run_status
 
@@ -294,7 +303,7 @@ def _status(options: Any) -> int:
 
 _ENTRIES: dict[str, Callable[[Any], int]] = {
     "join": _join, "bootstrap": _bootstrap, "swarm": _swarm, "init": _init, "status": _status,
-    "simulate": _simulate,
+    "simulate": _simulate, "verify": _verify,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -119,6 +119,11 @@ class SimulateOptions(CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class VerifyOptions(CommonOptions):
+    """`verify`: the offline audit of a state directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StatusOptions(CommonOptions):
     """`status`: what the node with this state directory is doing."""
 

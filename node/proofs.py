@@ -37,6 +37,12 @@ class ProofStore:
         except OutOfDisk as error:
             logger.error("%s; the proof against %s is not kept", error, peer)
 
+    @staticmethod
+    def check(path: Path) -> None:
+        """RemoteProtocolError unless the file proves something against the peer that it is named after."""
+        if _convicted_by(path.read_bytes()) + SUFFIX != path.name:
+            raise RemoteProtocolError("proof", "is a proof against another peer than its name says")
+
     def convicted(self) -> frozenset[str]:
         """Peers against whom there is a proof that holds; a damaged one is passed over with a warning."""
         if not self.directory.is_dir():

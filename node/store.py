@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import time
@@ -154,15 +155,14 @@ class StateDir:
     def read_session(self) -> bytes | None:
         """The 16 bytes of the session, or None if there is none (or it is damaged, which comes to the same)."""
         try:
-            session = bytes.fromhex((self.path / "session").read_text("ascii"))
-        except (FileNotFoundError, ValueError):
+            return parse_session((self.path / "session").read_text("ascii"))
+        except (FileNotFoundError, ValueError, StateError):
             return None
-        return session if len(session) == SESSION_BYTES else None
 
     def write_session(self, session: bytes) -> None:
         if len(session) != SESSION_BYTES:
             raise ValueError(f"a session has {SESSION_BYTES} bytes, not {len(session)}")
-        write_atomic(self.path / "session", session.hex().encode())
+        write_atomic(self.path / "session", f"{session.hex()} {_session_checksum(session)}".encode())
 
     def write_node_info(self, info: Mapping[str, Any]) -> None:
         """`node.json`, for other processes: pid, peer id, session, role, run id, addresses."""
@@ -182,6 +182,22 @@ class StateDir:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def parse_session(text: str) -> bytes:
+    """The session in its file's text, 32 hex digits and a checksum; StateError if it is damaged."""
+    word, _, checksum = text.partition(" ")
+    try:
+        session = bytes.fromhex(word)
+    except ValueError:
+        session = b""
+    if len(session) != SESSION_BYTES or word != session.hex() or checksum != _session_checksum(session):
+        raise StateError("the session does not match its checksum; it is damaged")
+    return session
+
+
+def _session_checksum(session: bytes) -> str:
+    return hashlib.sha256(session).hexdigest()[:16]
 
 
 def _folder(path: Path) -> Path:

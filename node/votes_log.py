@@ -76,6 +76,11 @@ class VotesLog:
         self._file.close()
 
 
+def read_votes(path: Path) -> list[bytes]:
+    """The records of a log, without opening it for writing; StateError if one that is not the torn last is damaged."""
+    return _scan(path.read_bytes(), path).records
+
+
 def start_votes_log_anew(path: Path) -> None:
     """Put a damaged log aside as NAME.damaged; the caller then takes a new session, as whoever lost its votes must."""
     path.replace(path.with_name(path.name + ".damaged"))

@@ -17,7 +17,7 @@ import torch
 
 from sparseloco.bootstrap.errors import StateError
 from sparseloco.bootstrap.run_file import RunFile
-from sparseloco.compression.codec import NonFiniteError, decode, encode, norm
+from sparseloco.compression.codec import NonFiniteError, decode, encode
 from sparseloco.compression.error_feedback import accumulate, add_back, pseudo_gradient, residual
 from sparseloco.compression.layout import PayloadLayout
 from sparseloco.node.checkpoints import OwnState
@@ -27,7 +27,7 @@ from sparseloco.node.durable import OutOfDisk
 from sparseloco.node.evaluate import Evaluation, Evaluator
 from sparseloco.node.inner_loop import InnerLoop, InnerSettings, RoundResult
 from sparseloco.node.model import build_model, tensor_specs, trainable_tensors
-from sparseloco.node.outer_step import ClipRule, clip_factors, outer_step
+from sparseloco.node.replay import payload_of, state_after
 from sparseloco.node.run_rules import codec_of
 from sparseloco.node.state import empty_theta, state_digest
 from sparseloco.node.store import StateDir
@@ -74,7 +74,6 @@ class Worker:
         self.corpus = corpus_of_run(run, own_data)
         self._plan = WindowPlan.of_run(run, self.corpus.train)
         self._evaluator = self._make_evaluator()
-        self._clip = ClipRule(run.robustness.clip_multiple) if run.robustness.clip == "median-norm" else None
         self.theta: dict[str, torch.Tensor] = {}
         self.state_round = -2  # nothing loaded yet
         self.residual = empty_theta(self.specs)
@@ -175,8 +174,7 @@ class Worker:
 
     def open(self, blob: bytes, manifest: Manifest, peer: str) -> bytes:
         """The codec payload in a contribution blob of `manifest`'s round."""
-        header = ContributionHeader(manifest.run, manifest.round, manifest.base, peer)
-        return open_contribution(blob, header, self.layout.total_bytes)
+        return payload_of(blob, manifest, peer, self.layout)
 
     # --- a round --------------------------------------------------------------------------------------------------
 
@@ -259,25 +257,13 @@ class Worker:
         """
         if manifest.round != self.state_round + 1:
             raise StateError(f"round {manifest.round} cannot follow the state after round {self.state_round}")
-        payloads = [
-            self.open(blob, manifest, contribution.peer)
-            for blob, contribution in zip(blobs, manifest.contributions, strict=True)
-        ]
-        factors = clip_factors([norm(payload, self.layout) for payload in payloads], self._clip)
-        stepped = outer_step(
-            [self.theta[spec.name] for spec in self.layout.specs],
-            payloads,
-            self.layout,
-            rule=self.run.algorithm.aggregation,  # type: ignore[arg-type]
-            alpha=self.run.algorithm.alpha_at(manifest.round),
-            clip_factors=factors,
-        )
+        theta = state_after(self.theta, manifest, blobs, self.layout, self.run)
         buffer = self._buffers.pop(manifest.round, None)
         if buffer is not None:
             self.residual = self._residual_after(manifest, buffer)
         elif any(c.peer == self.peer_id and c.payload in self._given_back for c in manifest.contributions):
             self.residual = self._residual_after(manifest, self.residual)  # announced before it changed branches, committed after
-        self.theta = {spec.name: tensor for spec, tensor in zip(self.layout.specs, stepped, strict=True)}
+        self.theta = theta
         self.state_round = manifest.round
         return buffer is not None
 

@@ -27,6 +27,7 @@ from sparseloco.protocol.messages import (
     Vote,
 )
 from sparseloco.protocol.regroup import Regroup
+from sparseloco.protocol.states import Gathering, State, Voting, step
 
 if TYPE_CHECKING:
     from sparseloco.protocol.machine import Machine
@@ -60,6 +61,8 @@ class Round:
         self._cast: dict[tuple[int, int], bytes] = {}
         self._cast_at: dict[tuple[int, int], float] = {}
         self._met_quorum = False
+        self.gathering: State = Gathering.TRAINING
+        self.voting: State = Voting.AWAITING
         self.regroup = Regroup(self, evidence)
 
     # --- beginning, restarting ------------------------------------------------------------------------------------
@@ -81,25 +84,30 @@ class Round:
                 )
                 self._settled[announcement.digest] = ""
                 self._announce_done = True
+                self.gathering = step(self.gathering, Gathering.ANNOUNCED)
                 self.evidence.add(announcement)
             case DoorClosed(closed_parent, eligible) if closed_parent == parent:
                 self.closed_at = self.machine.now
                 self.eligible = frozenset(eligible)
+                self.gathering = step(self.gathering, Gathering.CLOSED)
             case Said(said) if said.message.header.parent == parent:
                 if isinstance(said.message, Close | Proposal):
-                    self.attempt = self.evidence.attempt = max(self.attempt, said.message.attempt)
+                    self._restore_attempt(said.message.attempt)
                 self.evidence.add(said)
                 if isinstance(said.message, Check):
                     self._own_check, self._check_revision = said.message, said.message.revision + 1
+                    self.gathering = step(self.gathering, Gathering.CHECKED)
             case Formed(form) if form.message.header.parent == parent:
                 self.regroup.restore(form)
+                self.gathering = step(self.gathering, Gathering.BOUND)
             case Voted(vote, proposal, prepared) if vote.message.header.parent == parent:
                 self._restore_vote(vote, proposal, prepared)
 
     def _restore_vote(self, vote: Signed, proposal: Signed | None, prepared: tuple[Signed, ...]) -> None:
         message = vote.message
         assert isinstance(message, Vote)
-        self.attempt = self.evidence.attempt = max(self.attempt, message.attempt)
+        self._restore_attempt(message.attempt)
+        self.voting = step(self.voting, Voting.PREVOTED if message.phase == PREVOTE else Voting.PRECOMMITTED)
         self.evidence.add(vote)
         key = (message.phase, message.attempt)
         self._cast[key], self._cast_at[key] = message.digest, self.machine.now
@@ -111,6 +119,11 @@ class Round:
             for signed in prepared:
                 self.evidence.add(signed)
             self.lock = Prepared(message.attempt, manifest, proposal, prepared)
+
+    def _restore_attempt(self, attempt: int) -> None:
+        if attempt > self.attempt:
+            self.voting = step(self.voting, Voting.AWAITING)
+            self.attempt = self.evidence.attempt = attempt
 
     def settle(self, announcement: bytes, rule: str) -> None:
         self._settled.setdefault(announcement, rule)
@@ -167,6 +180,8 @@ class Round:
     def advance(self) -> Commit | None:
         """Do whatever the rules now call for; the commit that ends the round, once there is one."""
         commit = self.regroup.advance()
+        if self.regroup.bound and self.gathering is not Gathering.BOUND:
+            self.gathering = step(self.gathering, Gathering.BOUND)
         if commit is not None or self.regroup.bound:
             return commit or self._decision()
         self._wait_for_founders()
@@ -211,6 +226,7 @@ class Round:
         )
         signed = self.machine.sign(message)
         self.own_announcement = signed
+        self.gathering = step(self.gathering, Gathering.ANNOUNCED)
         self._settled[signed.digest] = ""
         self.machine.persist(Announced(signed, trained.duration_ms))
         self.machine.broadcast(signed)
@@ -250,6 +266,7 @@ class Round:
         if self.closed_at is not None:
             return
         self.closed_at = self.machine.now
+        self.gathering = step(self.gathering, Gathering.CLOSED)
         self.eligible = frozenset(signed.digest for signed in self.evidence.announcements.values())
         self.machine.persist(DoorClosed(self.evidence.parent.digest, tuple(sorted(self.eligible))))
         contributors = [s.message.header.sender for s in close.announcements]
@@ -314,6 +331,7 @@ class Round:
         )
         self._check_revision += 1
         self._own_check = check
+        self.gathering = step(self.gathering, Gathering.CHECKED)
         self.machine.say(check)
         self.machine.note("checked", valid=len(valid), dead=len(dead), ready=len(check.ready))
 
@@ -449,6 +467,7 @@ class Round:
         key = (phase, self.attempt)
         signed = self.machine.sign(Vote(self.machine.header(), phase, self.attempt, digest))
         self._cast[key], self._cast_at[key] = digest, self.machine.now
+        self.voting = step(self.voting, Voting.PREVOTED if phase == PREVOTE else Voting.PRECOMMITTED)
         self.machine.emit(Persist(Voted(signed, proposal, prepared)))
         self.machine.broadcast(signed)
         name = "prevoted" if phase == PREVOTE else "precommitted"
@@ -467,6 +486,7 @@ class Round:
         return False
 
     def _enter(self, attempt: int, why: str) -> None:
+        self.voting = step(self.voting, Voting.AWAITING)
         self.attempt = self.evidence.attempt = attempt
         self.entered = self.machine.now
         self.evidence.forget_nil_votes_before(attempt - 1)
