@@ -8,33 +8,44 @@ the replayed state must have the digest that each next manifest names.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from sparseloco.bootstrap.errors import NetworkError, StateError
 from sparseloco.bootstrap.transport import Transport, TransportError
 from sparseloco.node.chain import Chain
+from sparseloco.node.download import Download, Pieces, partial_downloads
 from sparseloco.node.durable import OutOfDisk
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.services import COMMITS, HELLO, STATE, Hello, StateOffer, parse_commits
-from sparseloco.node.state import PIECE_BYTES, digest_of_pieces, empty_theta, piece_count, total_bytes, write_piece
+from sparseloco.node.state import digest_of_pieces, piece_count
 from sparseloco.node.worker import Worker
 from sparseloco.protocol.errors import RemoteProtocolError
 from sparseloco.protocol.manifest import GENESIS_ROUND, Manifest
 from sparseloco.protocol.messages import Commit
 
-if TYPE_CHECKING:
-    import torch
-
 logger = logging.getLogger(__name__)
 
-NO_PROGRESS_SECONDS = 5.0
+# So many checkpoints behind, a node downloads a state rather than replay the log.
+FAR_BEHIND_CHECKPOINTS = 2
 # Replaying one round of the log waits so long for its payloads before a checkpoint is downloaded instead.
 REPLAY_SECONDS = 60.0
+
+
+def best_offer(offers: Mapping[StateOffer, Sequence[str]], begun: Container[str]) -> tuple[StateOffer, list[str]]:
+    """The offer to take and its donors. `begun`: state digests (hex) of which pieces are on the disk."""
+
+    def rank(offer: StateOffer) -> tuple[bool, bool, int]:
+        digest = digest_of_pieces(offer.length_bytes, [bytes.fromhex(piece) for piece in offer.pieces])
+        return digest.hex() in begun, len(offers[offer]) >= 2, offer.round
+
+    offer = max(offers, key=rank)
+    return offer, list(offers[offer])
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,9 @@ class CatchUp:
         self.exchange = exchange
         self.worker = worker
         self.chain = chain
+        self._state_bytes = 4 * worker.layout.parameters
+        self._liars: set[str] = set()  # donors that sent wrong bytes; not asked again
+        self._extending = asyncio.Lock()
 
     async def run(self, donors: list[Donor], progress: Callable[[int, int], None]) -> None:
         """Chain, then this node's own checkpoint and the log, or else a donor's checkpoint and the log."""
@@ -81,7 +95,7 @@ class CatchUp:
 
     async def restore(self, donors: list[Donor], progress: Callable[[int, int], None]) -> None:
         """Bring the worker's state to the chain's head as it is."""
-        if await asyncio.to_thread(self.load_own):
+        if await asyncio.to_thread(self.load_own) and not await self._far_behind(donors):
             try:
                 await self.replay(donors)
                 return
@@ -112,6 +126,14 @@ class CatchUp:
             except RemoteProtocolError as error:
                 logger.warning("%s serves a chain that does not verify (%s); another donor is asked", donor.peer, error)
 
+    async def _far_behind(self, donors: list[Donor]) -> bool:
+        """The log is so long, and somebody serves a state so much further on, that downloading it is the shorter way."""
+        enough = FAR_BEHIND_CHECKPOINTS * self.worker.run.round.checkpoint_every
+        if self.chain.head_round - self.worker.state_round <= enough:
+            return False
+        offers = await self._offers(donors, [])
+        return any(offer.round - self.worker.state_round > enough for offer in offers)
+
     def certified_digest(self, round_number: int) -> bytes | None:
         """The state digest after a round, as the run file or the next manifest names it."""
         if round_number == GENESIS_ROUND:
@@ -138,50 +160,76 @@ class CatchUp:
         return False
 
     async def fetch_state(self, donors: list[Donor], progress: Callable[[int, int], None]) -> None:
-        """Download the newest certified checkpoint, every piece checked; NetworkError if no donor has one."""
-        offers: list[tuple[Donor, StateOffer]] = []
+        """Download a certified checkpoint from everybody who serves it; NetworkError if no donor has one.
+
+        The one of which pieces are here already, else the newest that two donors have, else the newest.
+        """
         refused: list[str] = []
-        for donor in donors:
+        offers = await self._offers(donors, refused)
+        while offers:
+            offer, peers = best_offer(offers, partial_downloads(self._downloads))
+            digests = [bytes.fromhex(piece) for piece in offer.pieces]
+            pieces = Pieces(self._downloads, offer.length_bytes, digests)
+            found_out = functools.partial(self._found_out, offer.round)
+            download = Download(self.transport, pieces, self.worker.specs, found_out=found_out, progress=progress)
             try:
-                offers.append((donor, StateOffer.parse(await self.transport.request(donor.peer, STATE, b"{}"))))
+                theta = await download.run(peers)
             except TransportError as error:
-                refused.append(f"  {donor.peer}: {error}")
-        for donor, offer in sorted(offers, key=lambda found: -found[1].round):
-            try:
-                theta = await self._fetch_pieces(donor, offer, progress)
-            except (TransportError, RemoteProtocolError) as error:
-                logger.info("the state that %s offers: %s; another donor is asked", donor.peer, error)
-                refused.append(f"  {donor.peer}: {error}")
+                logger.info("the state after round %d: %s", offer.round, error)
+                refused.append(f"  round {offer.round} from {', '.join(peers)}: {error}")
+                del offers[offer]
                 continue
             manifest = self.chain.manifest(offer.round)
             digest = manifest.digest if manifest else bytes(32)
             await asyncio.to_thread(self.worker.store.checkpoints.save, offer.round, theta, digest)
+            await asyncio.to_thread(pieces.remove)
             self.worker.hold(offer.round, theta)
             return
         raise NetworkError(
             "no peer gave a state that the chain certifies; start again when more peers are there:\n" + "\n".join(refused)
         )
 
-    async def _fetch_pieces(self, donor: Donor, offer: StateOffer, progress: Callable[[int, int], None]) -> dict[str, torch.Tensor]:
-        theta = empty_theta(self.worker.specs)
-        length = total_bytes(theta)
-        digests = [bytes.fromhex(piece) for piece in offer.pieces]
+    @property
+    def _downloads(self) -> Path:
+        return self.worker.store.path / "download"
+
+    def _found_out(self, round_number: int, peer: str) -> None:
+        self._liars.add(peer)
+        self.worker.store.events.write("refused", round_number, peer=peer, rule="piece-digest")
+
+    async def _offers(self, donors: list[Donor], refused: list[str]) -> dict[StateOffer, list[str]]:
+        """The certified checkpoints that are served, each with its donors; why others do not count goes to `refused`."""
+
+        async def one(donor: Donor) -> StateOffer | None:
+            try:
+                offer = StateOffer.parse(await self.transport.request(donor.peer, STATE, b"{}"))
+                await self._require_certified(donor, offer)
+            except (TransportError, RemoteProtocolError) as error:
+                logger.info("the state that %s offers: %s", donor.peer, error)
+                refused.append(f"  {donor.peer}: {error}")
+                return None
+            return offer
+
+        asked = [donor for donor in donors if donor.peer not in self._liars]
+        offers: dict[StateOffer, list[str]] = {}
+        for donor, offer in zip(asked, await asyncio.gather(*(one(donor) for donor in asked)), strict=True):
+            if offer is not None:
+                offers.setdefault(offer, []).append(donor.peer)
+        return offers
+
+    async def _require_certified(self, donor: Donor, offer: StateOffer) -> None:
+        """RemoteProtocolError unless the chain names exactly the state that is offered, before a byte of it is asked for."""
         certified = self.certified_digest(offer.round)
         if certified is None:  # the group may have gone on since the chain was fetched
-            await self.fetch_chain([await ask_hello(self.transport, donor.peer)])
+            async with self._extending:
+                await self.fetch_chain([await ask_hello(self.transport, donor.peer)])
             certified = self.certified_digest(offer.round)
         if certified is None:
             raise RemoteProtocolError("state", f"its checkpoint of round {offer.round} is not certified by the chain")
-        if offer.length_bytes != length or len(digests) != piece_count(length):
+        if offer.length_bytes != self._state_bytes or len(offer.pieces) != piece_count(self._state_bytes):
             raise RemoteProtocolError("state", "its checkpoint has another size than the run's model")
-        if digest_of_pieces(length, digests) != certified:
+        if digest_of_pieces(offer.length_bytes, [bytes.fromhex(piece) for piece in offer.pieces]) != certified:
             raise RemoteProtocolError("state", f"its checkpoint of round {offer.round} is not the one that the chain certifies")
-        for index, digest in enumerate(digests):
-            size = min(PIECE_BYTES, length - index * PIECE_BYTES)
-            data = await self.transport.pull(donor.peer, digest, size, no_progress_seconds=NO_PROGRESS_SECONDS)
-            write_piece(theta, index, data)
-            progress(index * PIECE_BYTES + size, length)
-        return theta
 
     async def replay(self, donors: list[Donor]) -> None:
         """Apply the log from the worker's state to the chain's head; StateError if the states do not agree."""

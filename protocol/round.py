@@ -72,7 +72,7 @@ class Round:
         self.machine.note("round_started", group=group, budget_seconds=self.budget_seconds, member=self.is_member)
 
     def restore(self, record: Record) -> None:
-        """Take back what an earlier process of this session had said in this round (rule 13)."""
+        """Take back what an earlier process of this session had said in this round (rule 13): its states are taken up, not moved to."""
         parent = self.evidence.parent.digest
         match record:
             case Announced(announcement, duration_ms) if announcement.message.header.parent == parent:
@@ -84,22 +84,22 @@ class Round:
                 )
                 self._settled[announcement.digest] = ""
                 self._announce_done = True
-                self.gathering = step(self.gathering, Gathering.ANNOUNCED)
+                self.gathering = Gathering.ANNOUNCED
                 self.evidence.add(announcement)
             case DoorClosed(closed_parent, eligible) if closed_parent == parent:
                 self.closed_at = self.machine.now
                 self.eligible = frozenset(eligible)
-                self.gathering = step(self.gathering, Gathering.CLOSED)
+                self.gathering = Gathering.CLOSED
             case Said(said) if said.message.header.parent == parent:
                 if isinstance(said.message, Close | Proposal):
                     self._restore_attempt(said.message.attempt)
                 self.evidence.add(said)
                 if isinstance(said.message, Check):
                     self._own_check, self._check_revision = said.message, said.message.revision + 1
-                    self.gathering = step(self.gathering, Gathering.CHECKED)
+                    self.gathering = Gathering.CHECKED
             case Formed(form) if form.message.header.parent == parent:
                 self.regroup.restore(form)
-                self.gathering = step(self.gathering, Gathering.BOUND)
+                self.gathering = Gathering.BOUND
             case Voted(vote, proposal, prepared) if vote.message.header.parent == parent:
                 self._restore_vote(vote, proposal, prepared)
 
@@ -107,7 +107,7 @@ class Round:
         message = vote.message
         assert isinstance(message, Vote)
         self._restore_attempt(message.attempt)
-        self.voting = step(self.voting, Voting.PREVOTED if message.phase == PREVOTE else Voting.PRECOMMITTED)
+        self.voting = Voting.PREVOTED if message.phase == PREVOTE else Voting.PRECOMMITTED
         self.evidence.add(vote)
         key = (message.phase, message.attempt)
         self._cast[key], self._cast_at[key] = message.digest, self.machine.now
@@ -122,11 +122,14 @@ class Round:
 
     def _restore_attempt(self, attempt: int) -> None:
         if attempt > self.attempt:
-            self.voting = step(self.voting, Voting.AWAITING)
+            self.voting = Voting.AWAITING
             self.attempt = self.evidence.attempt = attempt
 
     def settle(self, announcement: bytes, rule: str) -> None:
         self._settled.setdefault(announcement, rule)
+
+    def _gather(self, state: Gathering) -> None:
+        self.gathering = step(self.gathering, state)
 
     # --- what holds now -------------------------------------------------------------------------------------------
 
@@ -181,7 +184,7 @@ class Round:
         """Do whatever the rules now call for; the commit that ends the round, once there is one."""
         commit = self.regroup.advance()
         if self.regroup.bound and self.gathering is not Gathering.BOUND:
-            self.gathering = step(self.gathering, Gathering.BOUND)
+            self._gather(Gathering.BOUND)
         if commit is not None or self.regroup.bound:
             return commit or self._decision()
         self._wait_for_founders()
@@ -226,7 +229,7 @@ class Round:
         )
         signed = self.machine.sign(message)
         self.own_announcement = signed
-        self.gathering = step(self.gathering, Gathering.ANNOUNCED)
+        self._gather(Gathering.ANNOUNCED)
         self._settled[signed.digest] = ""
         self.machine.persist(Announced(signed, trained.duration_ms))
         self.machine.broadcast(signed)
@@ -266,7 +269,7 @@ class Round:
         if self.closed_at is not None:
             return
         self.closed_at = self.machine.now
-        self.gathering = step(self.gathering, Gathering.CLOSED)
+        self._gather(Gathering.CLOSED)
         self.eligible = frozenset(signed.digest for signed in self.evidence.announcements.values())
         self.machine.persist(DoorClosed(self.evidence.parent.digest, tuple(sorted(self.eligible))))
         contributors = [s.message.header.sender for s in close.announcements]
@@ -331,7 +334,7 @@ class Round:
         )
         self._check_revision += 1
         self._own_check = check
-        self.gathering = step(self.gathering, Gathering.CHECKED)
+        self._gather(Gathering.CHECKED)
         self.machine.say(check)
         self.machine.note("checked", valid=len(valid), dead=len(dead), ready=len(check.ready))
 

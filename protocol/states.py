@@ -1,7 +1,8 @@
 """The states of one member in one round, as a table: what moves it on, by which rule, and what ends the wait at the latest.
 
 A member is in two states at once: how far its evidence is, and how far its vote in the current attempt is. `Round` moves by this
-table alone (`step` refuses any other move), and the table in docs/protocol.md is printed from it.
+table alone (`step` refuses any other move), and the table in docs/protocol.md is printed from it. A restart takes up the states
+that the votes log names.
 """
 
 from __future__ import annotations

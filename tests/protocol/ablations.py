@@ -13,6 +13,7 @@ from sparseloco.protocol.oracle import Violation
 from sparseloco.protocol.profiles import Profile
 from sparseloco.protocol.round import Round
 from sparseloco.protocol.simulator import SimulatedSwarm
+from sparseloco.protocol.states import Gathering
 
 # Votes are given up about as fast as they travel and repaired late: quorums form that some members do not see in time.
 HASTY = Profile(
@@ -44,6 +45,10 @@ class OpenDoorRound(Round):
 
     def door_open(self) -> bool:
         return True
+
+    def _gather(self, state: Gathering) -> None:
+        """The table has no such announcement either."""
+        self.gathering = state
 
 
 class UnlockedMachine(Machine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from swarm_messages import (
 
 from sparseloco.protocol.certificates import founding_commit, verify_commit
 from sparseloco.protocol.encoding import sha256
-from sparseloco.protocol.errors import RemoteProtocolError
+from sparseloco.protocol.errors import LocalProtocolError, RemoteProtocolError
 from sparseloco.protocol.events import (
     Adopt,
     Announced,
@@ -42,6 +43,7 @@ from sparseloco.protocol.events import (
 from sparseloco.protocol.forks import Branch, theirs_wins
 from sparseloco.protocol.manifest import Contribution, Manifest, regroup_manifest
 from sparseloco.protocol.messages import Commit, Form, Heartbeat, Signed, Vote
+from sparseloco.protocol.states import Gathering, Voting, markdown, step
 
 NAMES = ("alice", "bob", "carol", "dave")
 PARENT = genesis(*NAMES)
@@ -288,3 +290,17 @@ def test_two_votes_of_one_member_are_a_proof_and_it_is_dead_in_ones_checks_from_
     assert proof.peer == "bob" and proof.first.message.digest != proof.second.message.digest
     assert "evidence" in notes(effects) and story.machine.banned == {"bob"}
     assert story.machine.round._is_gone(member("bob")) and not story.machine.round._is_gone(member("carol"))
+
+
+# --- the table of states ----------------------------------------------------------------------------------------------
+
+
+def test_documentation_holds_the_table_of_states_as_the_code_has_it() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    assert markdown() in text, "print it anew with python -m sparseloco.protocol.states"
+
+
+def test_a_move_that_is_not_in_the_table_is_the_machines_own_fault() -> None:
+    assert step(Voting.AWAITING, Voting.PREVOTED) is Voting.PREVOTED
+    with pytest.raises(LocalProtocolError, match="announced cannot become training"):
+        step(Gathering.ANNOUNCED, Gathering.TRAINING)
