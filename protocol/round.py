@@ -72,7 +72,7 @@ class Round:
         self.machine.note("round_started", group=group, budget_seconds=self.budget_seconds, member=self.is_member)
 
     def restore(self, record: Record) -> None:
-        """Take back what an earlier process of this session had said in this round (rule 13): its states are taken up, not moved to."""
+        """Take back what an earlier process of this session had said in this round (rule 13); no moves, these are its states."""
         parent = self.evidence.parent.digest
         match record:
             case Announced(announcement, duration_ms) if announcement.message.header.parent == parent:
