@@ -157,10 +157,12 @@ class Download:
                 data = await self._pull(peer, index)
                 await asyncio.to_thread(self.pieces.keep, index, data)
             except TransportError as error:
+                first = not gone.is_set()  # of the pulls that run at once from one donor
                 gone.set()
                 if error.reason == "digest":
                     logger.warning("%s sent other bytes than piece %d of the state has; it is not asked again", peer, index)
-                    self._found_out(peer)
+                    if first:
+                        self._found_out(peer)
                 else:
                     logger.info("%s gives no more pieces (%s)", peer, error)
                     self._partial[index] = max(error.partial, self._partial.get(index, b""), key=len)
