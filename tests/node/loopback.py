@@ -224,12 +224,29 @@ class Crash(Exception):
     """The power is cut here."""
 
 
-class LoopNode:
+class NodeFiles:
+    """What a node left in its state directory, whoever ran it."""
+
+    def __init__(self, path: Path, peer: str) -> None:
+        self.path, self.peer = path, peer
+
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
+        path = self.path / "events.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+        return [line for line in lines if name is None or line["event"] == name]
+
+    @property
+    def lives(self) -> list[Path]:
+        """The state directories of this node's earlier processes and of the last, oldest first: the same one, unless copied."""
+        return [self.path]
+
+
+class LoopNode(NodeFiles):
     """One node of a story: its folder, and while it lives its driver."""
 
     def __init__(self, swarm: Swarm, identity: Identity, path: Path) -> None:
-        self.swarm, self.identity, self.path = swarm, identity, path
-        self.peer = identity.peer_id
+        super().__init__(path, identity.peer_id)
+        self.swarm, self.identity = swarm, identity
         self.task: asyncio.Task[str] | None = None
         self.node: Node
         self.store: StateDir
@@ -297,10 +314,11 @@ class LoopNode:
         again = LoopNode(self.swarm, self.identity, self.snapshot)
         return await again.start(arrange)
 
-    def events(self, name: str | None = None) -> list[dict[str, Any]]:
-        path = self.path / "events.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-        return [line for line in lines if name is None or line["event"] == name]
+    @property
+    def lives(self) -> list[Path]:
+        """A power cut goes on in a copy of the folder, whose name begins with that of the one before."""
+        copies = [path for path in self.path.parent.iterdir() if f"{self.path.name}-".startswith(f"{path.name}-")]
+        return sorted(copies, key=lambda path: len(path.name))
 
     @property
     def head(self) -> int:
@@ -359,7 +377,39 @@ class Directory:
         return [SimpleNamespace(peer_id=peer, role="node", addresses=()) for peer in self.network.transports]
 
 
-class Swarm:
+class RunFiles:
+    """One run by its files: run file, genesis, and the nodes' state directories `node*` in `folder`."""
+
+    def __init__(self, folder: Path, run: RunFile, genesis: dict[str, torch.Tensor]) -> None:
+        self.folder, self.run, self.genesis = folder, run, genesis
+        specs = [TensorSpec(name, tuple(genesis[name].shape)) for name in sorted(genesis)]
+        self.layout = PayloadLayout(specs, codec_of(run))
+
+    def manifests(self, node: NodeFiles) -> list[Any]:
+        commits = [decode_commit(path.read_bytes()) for path in (node.path / "chain").glob("*.bin")]
+        return sorted((commit.manifest for commit in commits), key=lambda manifest: manifest.round)
+
+    def residual_from_files(self, path: Path, peer: str) -> dict[str, torch.Tensor] | None:
+        """What error feedback a node must hold: from its newest own a_t that the chain has decided, and payload bytes."""
+        commits = {int(p.stem): decode_commit(p.read_bytes()) for p in (path / "chain").glob("0*.bin")}
+        rounds = [int(p.name) for p in (path / "own").iterdir() if p.name.isdecimal() and int(p.name) in commits]
+        if not rounds:
+            return None
+        manifest = commits[max(rounds)].manifest
+        a = read_tensors(path / "own" / f"{max(rounds):08d}" / "a.safetensors")
+        own = next((c for c in manifest.contributions if c.peer == peer), None)
+        if own is None:
+            return a
+        blob = (path / "blobs" / own.payload.hex()).read_bytes()
+        payload = blob[len(blob) - self.layout.total_bytes :]
+        for spec, tensor in zip(self.layout.specs, decode(payload, self.layout), strict=True):
+            flat = a[spec.name].clone().flatten().numpy()
+            flat[tensor.indices.numpy()] -= tensor.values.numpy()
+            a[spec.name] = torch.from_numpy(flat).view(spec.shape)
+        return a
+
+
+class Swarm(RunFiles):
     """One run on one loopback network, with a bootstrap node that serves the genesis state."""
 
     def __init__(
@@ -372,18 +422,16 @@ class Swarm:
         network: dict[str, Any] | None = None,
         **changes: Any,
     ) -> None:
-        self.folder, self.identities = folder, identities
+        self.identities = identities
         self.network = LoopbackNetwork(seed or SCRATCH, **(network or {}))
         self.directory = Directory(self.network)
         self.living: list[LoopNode] = []
         self.blob_budget_bytes = 2 * 10**9
         tables = settings(**changes)
         tables["run"]["founders"] = sorted(identity.peer_id for identity in identities[:founders])
-        self.genesis = genesis()
+        start = genesis()
         draft = RunFile.parse(toml_of(tables))
-        self.run = draft.with_genesis(state_digest(self.genesis))
-        specs = [TensorSpec(name, tuple(self.genesis[name].shape)) for name in sorted(self.genesis)]
-        self.layout = PayloadLayout(specs, codec_of(self.run))
+        super().__init__(folder, draft.with_genesis(state_digest(start)), start)
         self.seed_store: StateDir | None = None
 
     def __enter__(self) -> Swarm:
@@ -528,34 +576,11 @@ class Swarm:
             states[manifest.round] = base.hex()
         return states
 
-    def manifests(self, node: LoopNode) -> list[Any]:
-        commits = [decode_commit(path.read_bytes()) for path in (node.path / "chain").glob("*.bin")]
-        return sorted((commit.manifest for commit in commits), key=lambda manifest: manifest.round)
-
-    def residual_from_files(self, path: Path, peer: str) -> dict[str, torch.Tensor] | None:
-        """What error feedback a node must hold: from its newest own a_t that the chain has decided, and payload bytes."""
-        commits = {int(p.stem): decode_commit(p.read_bytes()) for p in (path / "chain").glob("0*.bin")}
-        rounds = [int(p.name) for p in (path / "own").iterdir() if p.name.isdecimal() and int(p.name) in commits]
-        if not rounds:
-            return None
-        manifest = commits[max(rounds)].manifest
-        a = read_tensors(path / "own" / f"{max(rounds):08d}" / "a.safetensors")
-        own = next((c for c in manifest.contributions if c.peer == peer), None)
-        if own is None:
-            return a
-        blob = (path / "blobs" / own.payload.hex()).read_bytes()
-        payload = blob[len(blob) - self.layout.total_bytes :]
-        for spec, tensor in zip(self.layout.specs, decode(payload, self.layout), strict=True):
-            flat = a[spec.name].clone().flatten().numpy()
-            flat[tensor.indices.numpy()] -= tensor.values.numpy()
-            a[spec.name] = torch.from_numpy(flat).view(spec.shape)
-        return a
-
 
 _GENESIS: dict[str, torch.Tensor] = {}
 
 
-def check_twin(run: Swarm, node: LoopNode, folder: Path) -> int:
+def check_twin(run: RunFiles, node: NodeFiles, folder: Path) -> int:
     """A twin that was never interrupted, given the same committed sets, holds the same bits as `node`'s files.
 
     The twin trains every round that `node` trained, from the same states, and applies what the chain committed. Returns how
@@ -592,19 +617,17 @@ def check_twin(run: Swarm, node: LoopNode, folder: Path) -> int:
         expected = run.residual_from_files(node.path, node.peer)
         if expected is not None and (not own_rounds or max(own_rounds) <= manifests[-1].round):
             assert same(twin.residual, expected), "the error feedback that files give differs from the twin's"
-        if node.worker.state_round == manifests[-1].round:
+        if isinstance(node, LoopNode) and node.worker.state_round == manifests[-1].round:
             assert same(twin.residual, node.worker.residual), "the error feedback differs from the twin's"
             assert same(twin.theta, node.worker.theta)
     return compared
 
 
-def steps_trained(node: LoopNode) -> dict[int, int]:
+def steps_trained(node: NodeFiles) -> dict[int, int]:
     """Inner steps by round, from the events and the own states that this node's lives left; a later life's count wins."""
     steps: dict[int, int] = {}
-    lives = [path for path in node.path.parent.iterdir() if f"{node.path.name}-".startswith(f"{path.name}-")]
-    for path in sorted(lives, key=lambda path: len(path.name)):
-        events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines() if line.endswith("}")]
-        steps |= {event["round"]: event["steps"] for event in events if event["event"] == "trained"}
+    for path in node.lives:
+        steps |= {event["round"]: event["steps"] for event in NodeFiles(path, node.peer).events("trained")}
         for kept in (path / "own").glob("*/own.json"):
             steps[int(kept.parent.name)] = json.loads(kept.read_text())["record"]["result"]["next_step"]
     return steps

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from loopback import LoopNode, Swarm, check_twin
 
-from sparseloco.node import checkpoints
+from sparseloco.node.durable import BESIDE
 from sparseloco.protocol import events as ev
 from sparseloco.protocol.messages import PREVOTE, Announce, Check, Close, Proposal, Signed, Vote, decode
 
@@ -28,7 +30,27 @@ RECORDS: dict[str, Records] = {
 }
 BEFORE = [f"before {name}" for name in RECORDS]
 AFTER = [f"after {name}" for name in RECORDS]
-OTHERS = ["own state saved", "announcement sent", "vote sent", "chain written", "before apply", "after apply", "in checkpoint"]
+SENT: dict[str, type] = {
+    "announcement sent": Announce, "close sent": Close, "check sent": Check, "proposal sent": Proposal, "vote sent": Vote,
+}  # fmt: skip
+# What is written, by the name it gets. Of each: a file torn in half before its fsync, and the instants around its rename.
+FILES = {
+    "blob": r"blobs/[0-9a-f]{64}",
+    "buffer": r"own/\d{8}/a\.safetensors",
+    "optimizer": r"own/\d{8}/optimizer\.safetensors",
+    "own record": r"own/\d{8}/own\.json",
+    "own folder": r"own/\d{8}",
+    "weights": r"checkpoints/\d{8}/theta\.safetensors",
+    "checkpoint record": r"checkpoints/\d{8}/checkpoint\.json",
+    "checkpoint folder": r"checkpoints/\d{8}",
+    "chain": r"chain/\d{8}\.bin",
+    "votes": r"votes\.log",
+}
+TORN = [f"torn {name}" for name in FILES if not name.endswith("folder")]
+MOVED = ["blob", "own record", "own folder", "checkpoint record", "checkpoint folder", "chain", "votes"]
+UNNAMED = [f"{name} unnamed" for name in MOVED]
+NAMED = [f"{name} named" for name in MOVED]
+OTHERS = [*SENT, "own state saved", "chain written", "before apply", "after apply"]
 
 
 class Crasher:
@@ -65,11 +87,10 @@ class Crasher:
 
         def sending(peer: str, data: bytes) -> None:
             send(peer, data)
-            if self.point.endswith("sent"):
+            if self.point in SENT:
                 frame = decode(data, 10**6)
-                kinds = {"announcement sent": Announce, "vote sent": Vote}
                 mine = isinstance(frame, Signed) and frame.message.header.sender == node.peer
-                if mine and isinstance(frame.message, kinds[self.point]):  # type: ignore[union-attr]
+                if mine and isinstance(frame.message, SENT[self.point]):  # type: ignore[union-attr]
                     self.at(node, self.point)
 
         node.driver._persist = persisting  # type: ignore[method-assign]
@@ -78,45 +99,79 @@ class Crasher:
         node.worker.apply = applying
         node.transport.before_send = sending
 
-    def at(self, node: LoopNode, point: str) -> None:
+    def wants(self, node: LoopNode, point: str) -> bool:
+        """Choose the node if it is the first one at the armed point."""
         with self._choosing:
             if self.hit is None and point == self.point and node.head >= 1:
                 self.hit = node
-            chosen = node is self.hit
-        if chosen:
+            return node is self.hit
+
+    def at(self, node: LoopNode, point: str) -> None:
+        if self.wants(node, point):
             node.cut_power()  # the first time; from then on it is dead and nothing of it goes on
 
 
-def watch_checkpoints(monkeypatch: pytest.MonkeyPatch, crasher: Crasher, run: Swarm) -> None:
-    write = checkpoints.write_atomic
+def file_kind(run: Swarm, path: Path) -> tuple[LoopNode, str] | None:
+    """Whose file this is, and which of FILES it is or is about to become."""
+    owner = next((node for node in run.living if node.path in path.parents), None)
+    if owner is None:
+        return None
+    name = str(path.relative_to(owner.path)).replace(BESIDE, "")
+    return next(((owner, kind) for kind, form in FILES.items() if re.fullmatch(form, name)), None)
 
-    def writing(path: Path, data: bytes) -> None:
-        owner = next((node for node in run.living if node.path in path.parents), None)
-        if owner is not None and path.name == checkpoints.CHECKPOINT_FILE:
-            crasher.at(owner, "in checkpoint")
-        write(path, data)
 
-    monkeypatch.setattr(checkpoints, "write_atomic", writing)
+def watch_files(monkeypatch: pytest.MonkeyPatch, crasher: Crasher, run: Swarm) -> None:
+    """Crash points at every fsync of a file and around every rename, wherever in the code they are."""
+
+    def syncing(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        found = file_kind(run, path) if path.is_file() else None
+        if found is not None and crasher.wants(found[0], f"torn {found[1]}"):
+            size = path.stat().st_size
+            os.truncate(path, size - 3 if found[1] == "votes" else size // 2)  # of the votes, only the last one was not synced
+            crasher.at(found[0], f"torn {found[1]}")
+
+    def around(name: str) -> None:
+        move = getattr(Path, name)
+
+        def moving(path: Path, target: Path) -> Path:
+            found = file_kind(run, Path(target)) if BESIDE in path.name else None
+            if found is None:
+                return move(path, target)  # type: ignore[no-any-return]
+            crasher.at(found[0], f"{found[1]} unnamed")
+            result: Path = move(path, target)
+            crasher.at(found[0], f"{found[1]} named")
+            return result
+
+        monkeypatch.setattr(Path, name, moving)
+
+    monkeypatch.setattr("os.fsync", syncing)
+    around("rename")
+    around("replace")
 
 
 # One point of each kind; the full run has them all.
-SOME = ["before check", "after announced", "own state saved", "vote sent", "chain written", "before apply", "in checkpoint"]
+SOME = ["before check", "after announced", "vote sent", "before apply", "torn votes", "checkpoint folder unnamed", "chain named"]
+ALL = {"before": BEFORE, "after": AFTER, "others": OTHERS, "torn": TORN, "unnamed": UNNAMED, "named": NAMED}
+
+
+def test_there_are_enough_crash_points() -> None:
+    points = [point for group in ALL.values() for point in group]
+    assert len(points) == len(set(points)) >= 40 and set(SOME) <= set(points)
 
 
 @pytest.mark.parametrize(
     "points",
     [
         pytest.param(SOME, id="some"),
-        pytest.param(BEFORE, id="before", marks=pytest.mark.full),
-        pytest.param(AFTER, id="after", marks=pytest.mark.full),
-        pytest.param(OTHERS, id="others", marks=pytest.mark.full),
+        *(pytest.param(points, id=name, marks=pytest.mark.full) for name, points in ALL.items()),
     ],
 )
 def test_a_node_whose_power_is_cut_goes_on_from_its_files(points, swarm, tell, tmp_path, monkeypatch):
     async def story():
         run = swarm(founders=3, run__min_peers=2, round__checkpoint_every=2)
         crasher = Crasher()
-        watch_checkpoints(monkeypatch, crasher, run)
+        watch_files(monkeypatch, crasher, run)
         await run.start(0, 1, 2, arrange=crasher.arrange)
         again: list[LoopNode] = []
         for point in points:
