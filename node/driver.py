@@ -11,7 +11,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from sparseloco.bootstrap.errors import NetworkError, StateError
@@ -20,7 +21,7 @@ from sparseloco.bootstrap.transport import Transport, TransportError
 from sparseloco.node.branches import fetch_branch
 from sparseloco.node.catch_up import CatchUp
 from sparseloco.node.chain import Chain
-from sparseloco.node.durable import OutOfDisk
+from sparseloco.node.durable import OutOfDisk, once_there_is_space
 from sparseloco.node.event_queue import EventQueue
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.mail import Mail
@@ -296,7 +297,7 @@ class Driver:
             case ev.Send(peers, frame):
                 self.mail.send(peers, frame)
             case ev.Persist(record):
-                await asyncio.to_thread(self._persist, record)
+                await self._once_there_is_space("vote", partial(self._persist, record))
             case ev.Train(number, index, _, budget_ms):
                 reserved = max(RESERVED_PART * budget_ms / 1000, self.work.after_training_seconds)
                 self.work.train(number, index, time.monotonic() + budget_ms / 1000 - reserved)
@@ -346,7 +347,8 @@ class Driver:
         self._forget_fetches()
         if lost:
             await self.work.give_back(lost, instead)
-        await asyncio.to_thread(self.chain.switch, change.fork_round, change.commits)
+            await self._once_there_is_space("branch", partial(self.worker.save_given_back, instead))
+        await self._once_there_is_space("branch", partial(self.chain.switch, change.fork_round, change.commits))
         self.work.follow_branch(change.fork_round)
 
     def _question(self, depth: int, mine: Manifest, theirs: Manifest) -> str:
@@ -357,8 +359,18 @@ class Driver:
             f"follow the other branch start with a new --state-dir and --trust-head {theirs.round}:{theirs.digest.hex()}"
         )
 
+    async def _once_there_is_space(self, what: str, write: Callable[[], None]) -> None:
+        """Write something that must be durable before anything else is said: while the disk is full this node is silent."""
+
+        def say(error: OutOfDisk) -> None:
+            logger.error("%s; this node says nothing until there is space", error)
+            self.progress.phase = "waiting for space on the disk"
+            self._event("disk_full", self.head_round + 1, what=what, why=str(error))
+
+        await once_there_is_space(write, say, lambda: self._leaving_since is None)
+
     def _persist(self, record: ev.Record) -> None:
-        """On the disk when this returns. An error ends the process: a vote that may be lost must not be sent."""
+        """On the disk when this returns. An error that is not a full disk ends the process: a vote that may be lost is not sent."""
         votes = self.store.open_votes()
         if isinstance(record, ev.Committed):
             self.chain.append(record.commit)

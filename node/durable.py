@@ -7,12 +7,14 @@ the process on it rather than go on with a state it cannot trust.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from sparseloco.bootstrap.errors import HardwareError
 
@@ -20,10 +22,18 @@ from sparseloco.bootstrap.errors import HardwareError
 BESIDE = ".partial"
 REPLACED = BESIDE + "-replaced"
 GENESIS_NAME = "genesis"
+# While the disk is full: how often it is tried again.
+SPACE_SECONDS = 1.0
+
+T = TypeVar("T")
 
 
 class OutOfDisk(HardwareError):
     """The disk, or the user's quota on it, is full."""
+
+
+def is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -32,12 +42,30 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_full(error):
             raise
         raise OutOfDisk(
             f"{path}: no space left on the disk ({error.strerror}); free some, lower [limits] stored_blob_bytes, "
             "or put the state elsewhere with --state-dir"
         ) from error
+
+
+async def once_there_is_space(write: Callable[[], T], say: Callable[[OutOfDisk], None], waiting: Callable[[], bool]) -> T:
+    """The result of `write`, run on a thread and safe to repeat; tried again while the disk is full.
+
+    `say` is told of the first failure. OutOfDisk passes on when `waiting()` is no longer true.
+    """
+    said = False
+    while True:
+        try:
+            return await asyncio.to_thread(write)
+        except OutOfDisk as error:
+            if not waiting():
+                raise
+            if not said:
+                say(error)
+            said = True
+        await asyncio.sleep(SPACE_SECONDS)
 
 
 def fsync_directory(path: Path) -> None:

@@ -18,7 +18,7 @@ from sparseloco.bootstrap.identity import Identity
 from sparseloco.bootstrap.run_file import RunFile
 from sparseloco.bootstrap.transport import Limits, Transport, TransportError
 from sparseloco.node.catch_up import Donor, ask_hello
-from sparseloco.node.durable import write_atomic
+from sparseloco.node.durable import OutOfDisk, write_atomic
 from sparseloco.node.options import JoinOptions
 from sparseloco.node.services import RUN_FILE
 from sparseloco.node.store import StateDir
@@ -45,8 +45,11 @@ def known_addresses(store: StateDir) -> list[str]:
 
 
 def remember_addresses(store: StateDir, addresses: list[str]) -> None:
-    """Keep peers' addresses for the next start."""
-    write_atomic(store.path / KNOWN_PEERS_FILE, json.dumps(addresses[:KNOWN_PEERS]).encode())
+    """Keep peers' addresses for the next start; those kept before stay if the disk is full."""
+    try:
+        write_atomic(store.path / KNOWN_PEERS_FILE, json.dumps(addresses[:KNOWN_PEERS]).encode())
+    except OutOfDisk as error:
+        logger.debug("%s", error)
 
 
 async def start_transport(options: JoinOptions, store: StateDir, identity: Identity, kept: RunFile | None) -> Transport:

@@ -11,13 +11,14 @@ import asyncio
 import logging
 import random
 import time
+from functools import partial
 
 from sparseloco.bootstrap.errors import StateError
 from sparseloco.bootstrap.identity import Identity
 from sparseloco.bootstrap.transport import Transport, TransportError
 from sparseloco.node.branches import fetch_branch
 from sparseloco.node.chain import Chain
-from sparseloco.node.durable import OutOfDisk
+from sparseloco.node.durable import OutOfDisk, once_there_is_space
 from sparseloco.node.event_queue import EventQueue
 from sparseloco.node.exchange import Exchange
 from sparseloco.node.mail import Mail
@@ -83,7 +84,7 @@ class Keeper:
             case ev.Send(peers, frame):
                 self.mail.send(peers, frame)
             case ev.Persist(ev.Committed(commit)):
-                await asyncio.to_thread(self.chain.append, commit)
+                await once_there_is_space(partial(self.chain.append, commit), self._say_full, lambda: True)
                 logger.info("round %d: %d contributions", commit.manifest.round, len(commit.manifest.contributions))
             case ev.ServeCommits(peer, head_round):
                 for commit in self.chain.following(head_round):
@@ -92,10 +93,13 @@ class Keeper:
                 self._branches.add(task := asyncio.get_running_loop().create_task(self._fetch_branch(peer)))
                 task.add_done_callback(self._branches.discard)
             case ev.RollBack(fork_round, _, commits):
-                await asyncio.to_thread(self.chain.switch, fork_round, commits)
+                await once_there_is_space(partial(self.chain.switch, fork_round, commits), self._say_full, lambda: True)
                 logger.info("another branch won from round %d on; it is followed to round %d", fork_round, self.chain.head_round)
             case ev.Note("refused", _, fields):
                 logger.debug("refused a message of %s: %s", fields["peer"], fields["rule"])
+
+    def _say_full(self, error: OutOfDisk) -> None:
+        logger.error("%s; the chain waits here until there is space", error)
 
     def _received(self, sender: str, frame: Frame) -> None:
         """Commits wait for their payloads; of the rest only what shows who is alive matters here."""

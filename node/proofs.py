@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 
 from sparseloco.bootstrap.identity import verify_signature
-from sparseloco.node.durable import OutOfDisk, write_atomic
+from sparseloco.node.durable import OutOfDisk, disk_errors, write_atomic
 from sparseloco.protocol.encoding import fields, pack, unpack
 from sparseloco.protocol.errors import RemoteProtocolError
 from sparseloco.protocol.messages import Signed
@@ -29,10 +29,11 @@ class ProofStore:
 
     def keep(self, peer: str, first: Signed, second: Signed) -> None:
         """Store a proof durably, unless the folder or the disk is full: a ban then lasts only as long as the process."""
-        self.directory.mkdir(exist_ok=True)
-        if len(list(self.directory.iterdir())) >= KEPT_PROOFS:
-            return
         try:
+            with disk_errors(self.directory):
+                self.directory.mkdir(exist_ok=True)
+            if len(list(self.directory.iterdir())) >= KEPT_PROOFS:
+                return
             write_atomic(self.directory / (peer + SUFFIX), pack([first.parts, second.parts]))
         except OutOfDisk as error:
             logger.error("%s; the proof against %s is not kept", error, peer)

@@ -15,15 +15,24 @@ import fcntl
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from sparseloco.bootstrap.errors import StateError
 from sparseloco.node.blobs import BlobStore
 from sparseloco.node.checkpoints import CheckpointStore, OwnStore
-from sparseloco.node.durable import disk_errors, fsync_directory, remove_leftovers, round_name, rounds_in, write_atomic
+from sparseloco.node.durable import (
+    disk_errors,
+    fsync_directory,
+    is_full,
+    remove_leftovers,
+    round_name,
+    rounds_in,
+    write_atomic,
+)
 from sparseloco.node.votes_log import VotesLog, start_votes_log_anew
 
 BLOB_BUDGET_BYTES = 2 * 10**9  # the default of [limits] stored_blob_bytes
@@ -77,7 +86,12 @@ class ChainStore:
 
 
 class EventLog:
-    """`events.jsonl`: one JSON object a line, for people and checks; not fsynced, nothing depends on it."""
+    """`events.jsonl`: one JSON object a line, for people and checks; not fsynced, nothing depends on it.
+
+    Lines that a full disk does not take wait in memory, so many bytes of them, and are written when there is space again.
+    """
+
+    WAITING_BYTES = 2**20
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = path
@@ -85,16 +99,30 @@ class EventLog:
         with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
             if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) and file.read(1) != b"\n":
                 file.write(b"\n")  # a crash tore the last line; do not glue the next one to it
-        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+        self._lock = threading.Lock()
 
     def write(self, event: str, round_number: int, **fields: Any) -> None:
         """Add one line; `fields` are the event's own, JSON-able (docs/architecture.md lists them)."""
         line = {"time": self._clock(), "event": event, "round": round_number, **fields}
-        with disk_errors(self._path):
-            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        with self._lock:
+            if len(self._waiting) < self.WAITING_BYTES:
+                self._waiting += json.dumps(line, separators=(",", ":")).encode() + b"\n"
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not is_full(error):
+                raise
 
     def close(self) -> None:
-        self._file.close()
+        with self._lock:
+            self._flush()
+            self._file.close()
 
 
 class StateDir:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparseloco.bootstrap.errors import StateError
-from sparseloco.node.durable import disk_errors, fsync_directory, write_atomic
+from sparseloco.node.durable import disk_errors, fsync_directory, is_full, write_atomic
 
 _HEADER = struct.Struct("<II")  # body length, CRC-32 of those four bytes
 _CHECKSUM = struct.Struct("<I")
@@ -32,7 +32,10 @@ class _Scan:
 
 
 class VotesLog:
-    """An open log; `append` returns when the record is on the disk. An OSError from it must end the process."""
+    """An open log; `append` returns when the record is on the disk.
+
+    OutOfDisk leaves the log as it was: nothing was promised. Any other OSError from `append` must end the process.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open or create the log; StateError if a record that is not the torn last one is damaged."""
@@ -54,14 +57,28 @@ class VotesLog:
         """Add a record durably."""
         data = memoryview(_framed(record))
         with self._lock, disk_errors(self.path):
+            start = self._file.tell()
             try:
                 while data:  # an unbuffered write may be short
                     data = data[self._file.write(data) :]
                 os.fsync(self._file.fileno())
-            except OSError:
-                self._file.close()  # nothing may follow a record of which nobody knows how much was written
+            except OSError as error:
+                self._take_back(start, error)
                 raise
             self.records += (record,)
+
+    def _take_back(self, start: int, error: OSError) -> None:
+        """After a full disk the log ends where it did; else it is closed, since nobody knows how much was written."""
+        try:
+            if is_full(error):
+                self._file.truncate(start)
+                self._file.seek(start)
+                os.fsync(self._file.fileno())
+                return
+        except OSError:
+            self._file.close()
+            raise
+        self._file.close()
 
     def replace(self, records: Sequence[bytes]) -> None:
         """Keep only these records, atomically: after a commit, older rounds' votes bind nobody any more."""

@@ -66,6 +66,7 @@ class Work:
         self.progress = progress
         self.store = worker.store
         self.stopped = False
+        self._withheld = GENESIS_ROUND  # the last round to which this node kept its contribution back
         self.state_bytes = 4 * worker.layout.parameters
         self._put = put
         self._fail = fail
@@ -158,15 +159,9 @@ class Work:
             return
         base = self._digests[number - 1]
         waited_ms = int(1000 * (time.monotonic() - asked))  # for the outer step before it, which the budget must hold too
-        try:
-            trained: Trained = await self._on_torch_thread(
-                self.worker.train, number, index, deadline, lambda: self._overtaken(number), lambda: base.result(DIGEST_SECONDS)
-            )
-        except OutOfDisk as error:
-            logger.error("%s; this round's contribution is withheld", error)
-            self.event("withheld", number, why=str(error))
-            self._put(ev.Trained(number, b"", 0, 0, 0, 0))
-            return
+        trained: Trained = await self._on_torch_thread(
+            self.worker.train, number, index, deadline, lambda: self._overtaken(number), lambda: base.result(DIGEST_SECONDS)
+        )
         result = trained.result
         if result.steps:
             self.progress.trained(result)
@@ -175,6 +170,7 @@ class Work:
         if trained.why:
             logger.warning("round %d: this node's contribution is withheld: %s", number, trained.why)
             self.event("withheld", number, why=trained.why)
+            self._withheld = number
         size = len(trained.blob) if trained.blob is not None else 0
         if size:
             self.exchange.hide(trained.digest)
@@ -223,13 +219,16 @@ class Work:
         self.progress.contributions_committed += decided.committed
         if contributed and not decided.committed:
             self.progress.contributions_returned += 1
-            why = "not committed by the group" if decided.announced else "late"  # trained, but after the Close
-            self.event("returned", manifest.round, why=why)
+            late = "withheld" if self._withheld == manifest.round else "late"  # trained, but after the Close
+            self.event("returned", manifest.round, why="not committed by the group" if decided.announced else late)
 
     # --- changing branches ----------------------------------------------------------------------------------------
 
     async def give_back(self, lost: Sequence[Manifest], instead: Sequence[Manifest]) -> None:
-        """End whatever is being done on the branch that lost, and return this node's contributions to it durably."""
+        """End whatever is being done on the branch that lost, and return this node's contributions to it.
+
+        Made durable by `worker.save_given_back`, before the chain changes.
+        """
         self.stopped = True
         if self._runner is not None:
             self._runner.cancel()
@@ -257,7 +256,7 @@ class Work:
             try:
                 await self.catch_up.restore(donors, lambda done, total: None)
                 break
-            except NetworkError as error:
+            except (NetworkError, OutOfDisk) as error:
                 logger.warning("%s; trying again in %.0f s", error, pause)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RESTORE_LONGEST_PAUSE_SECONDS)

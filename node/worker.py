@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -213,19 +214,27 @@ class Worker:
             return Trained(round_number, result, None, b"", self._full_duration_ms(result, 0.0), str(error))
         header = ContributionHeader(self.run.run_id, round_number, base(), self.peer_id)
         blob = pack_contribution(header, payload)
-        digest = self.store.blobs.put(blob)
-        self.store.blobs.pin([digest])
         after_seconds = max(time.monotonic() - encoding, self.after_training_seconds)
         duration_ms = self._full_duration_ms(result, after_seconds)
-        record = {"payload": digest.hex(), "duration_ms": duration_ms, "result": asdict(result), "base": header.base.hex()}
+        self._buffers = {round_number: buffer}  # announced or not: what is not committed stays in the error feedback
         try:
-            self.store.own.save(round_number, buffer, self.loop.state_tensors(), record)
+            digest = self._keep_durably(blob, round_number, {"duration_ms": duration_ms, "result": asdict(result)}, header.base)
+        except OutOfDisk as error:
+            return Trained(round_number, result, None, b"", duration_ms, str(error))
+        self.after_training_seconds = time.monotonic() - encoding
+        return Trained(round_number, result, blob, digest, duration_ms)
+
+    def _keep_durably(self, blob: bytes, round_number: int, record: dict[str, Any], base: bytes) -> bytes:
+        """Everything that an announcement promises, on the disk; the payload's digest. OutOfDisk leaves nothing of it."""
+        digest = self.store.blobs.put(blob)
+        self.store.blobs.pin([digest])
+        record |= {"payload": digest.hex(), "base": base.hex()}
+        try:
+            self.store.own.save(round_number, self._buffers[round_number], self.loop.state_tensors(), record)
         except OutOfDisk:
             self.store.blobs.remove(digest)  # it will not be announced
             raise
-        self._buffers = {round_number: buffer}
-        self.after_training_seconds = time.monotonic() - encoding
-        return Trained(round_number, result, blob, digest, duration_ms)
+        return digest
 
     def _kept(self, round_number: int, base: Callable[[], bytes]) -> Trained | None:
         """What an earlier process had trained for this very round and made durable, if it is whole."""
@@ -270,7 +279,9 @@ class Worker:
     # --- changing branches (rule 19) ------------------------------------------------------------------------------
 
     def give_back(self, lost: Sequence[Manifest], instead: Sequence[Manifest]) -> dict[int, bytes]:
-        """Put this node's contributions to lost rounds back into the error feedback, durably; returns them by round.
+        """Put this node's contributions to lost rounds back into the error feedback; returns them by round.
+
+        It is durable after `save_given_back`, which may be repeated.
 
         `lost` are the manifests after the fork point, oldest first, `instead` the winning branch's. A contribution that the
         winning branch committed as well is not given back. The undecided round's buffer becomes the residual as it is; so does
@@ -301,13 +312,16 @@ class Worker:
         payloads = set(returned.values()) | self._given_back
         self._buffers.clear()
         self._given_back = payloads
+        return returned
+
+    def save_given_back(self, instead: Sequence[Manifest]) -> None:
+        """Make the error feedback after `give_back` durable; only then may the chain change to `instead`."""
         record = {
             "given_back_on": instead[0].digest.hex(),
             "head_round": instead[-1].round,
-            "payloads": sorted(payload.hex() for payload in payloads),
+            "payloads": sorted(payload.hex() for payload in self._given_back),
         }
         self.store.returned.save(instead[0].round, self.residual, self.loop.state_tensors(), record)
-        return returned
 
     def _buffer_of(self, manifest: Manifest) -> dict[str, torch.Tensor] | None:
         """a_t of a decided round from the disk, None if it is not there whole."""
